@@ -1,0 +1,175 @@
+"""The command line: `scaling-lab VERB [Hydra overrides]`. The only file that knows Hydra: compose -> plain dict -> lab."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scaling_lab.errors import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_REQUEST, ConfigError, LabError
+
+USAGE = """\
+scaling-lab VERB [Hydra overrides]
+
+  run                  plan, start workers, train, measure            scaling-lab run backend=torch sharding=fsdp
+  run -m               a sweep, ending in one table                   scaling-lab run -m backend=jax,torch sharding=data,fsdp
+  draw                 show what would be decided, start nothing      scaling-lab draw mesh.devices=16
+  show PATH...         the tables of finished runs                    scaling-lab show runs/2026-11-30/12-00-00-jax-fsdp
+  report PATH...       runs and sweeps side by side                   scaling-lab report runs/
+
+Every Hydra flag works: --cfg job, --info, -m, hydra/launcher=joblib, experiment=NAME, hydra.run.dir=FOLDER.
+scaling-lab run --help lists the config groups. Exit code 0: done; 2: the request is wrong or infeasible; 1: something failed."""
+
+#: Kinds of error after which a sweep does not carry on: somebody asked it to stop.
+STOPPED = ("interrupted", "preempted")
+
+
+def main() -> int:
+    """Run one verb and return its exit code."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return EXIT_DONE if arguments else EXIT_WRONG_REQUEST
+    verb, rest = arguments[0], arguments[1:]
+    verbs: dict[str, Callable[[list[str]], int]] = {"run": _run, "draw": _draw, "show": _show, "report": _report}
+    try:
+        if verb not in verbs:
+            from scaling_lab.plan.rules import nearest
+
+            raise ConfigError(f"unknown verb {verb!r}{nearest(verb, verbs)}. `scaling-lab --help` shows what each does.")
+        return verbs[verb](rest)
+    except LabError as error:
+        print(f"scaling-lab: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("scaling-lab: interrupted", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _show(paths: list[str]) -> int:
+    from scaling_lab import lab
+
+    return lab.show(_paths("show", paths))
+
+
+def _report(paths: list[str]) -> int:
+    from scaling_lab import lab
+
+    return lab.report(_paths("report", paths))
+
+
+def _paths(verb: str, paths: list[str]) -> list[Path]:
+    if not paths:
+        raise ConfigError(f"`scaling-lab {verb}` needs the path of at least one run folder or sweep folder.")
+    return [Path(path) for path in paths]
+
+
+def _draw(overrides: list[str]) -> int:
+    from scaling_lab import lab
+
+    return _hydra(["hydra.run.dir=.", *overrides], lambda config: lab.draw(_plain(config)))
+
+
+def _run(overrides: list[str]) -> int:
+    from scaling_lab import lab, sweep
+
+    hook = [f"+hydra.callbacks.sweep._target_={sweep.__name__}.SweepHook"] if {"-m", "--multirun"} & {*overrides} else []
+    try:
+        code = _hydra([*overrides, *hook], run_job)
+    finally:
+        ended = lab.end_sweep(sweep.folders[-1]) if sweep.folders else None
+    return code if ended is None else ended
+
+
+def run_job(config: Any) -> int:
+    """One Hydra job. In a sweep an expected failure is kept in the job's result.json and the sweep carries on."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from scaling_lab import lab
+
+    hydra = HydraConfig.get()
+    in_sweep = hydra.mode == RunMode.MULTIRUN
+    request = lab.Request(
+        config=_plain(config),
+        folder=Path(hydra.runtime.output_dir),
+        command=" ".join(["scaling-lab run", *hydra.overrides.task]),
+        sweep=Path(hydra.sweep.dir).resolve().name if in_sweep else None,
+        started=time.time() if in_sweep else lab.process_started(),
+    )
+    if not in_sweep:
+        return lab.run(request)
+    try:
+        return lab.run(request)
+    except LabError as error:
+        print(f"scaling-lab: job {hydra.job.num} ({' '.join(hydra.overrides.task)}): {error}", file=sys.stderr)
+        if error.kind in STOPPED:
+            raise KeyboardInterrupt from None
+        return error.exit_code
+    except Exception:
+        traceback.print_exc()
+        return EXIT_FAILED
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """The resolved config as a plain dict, with relative input paths made absolute from the launch directory."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{getattr(error, 'full_key', '')}: {str(error).splitlines()[0]}") from None
+    for key in ("path", "validation_path", "tokenizer"):
+        path = plain["data"].get(key) if isinstance(plain.get("data"), dict) else None
+        if isinstance(path, str):
+            plain["data"][key] = str(Path(path).expanduser().absolute())
+    plain.pop("experiment", None)
+    return plain
+
+
+def _hydra(overrides: list[str], job: Callable[[Any], int]) -> int:
+    """Let Hydra compose and launch; its errors become one message each."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from scaling_lab.explain import explain
+
+    codes: list[int] = []
+    errors: list[LabError] = []
+
+    def task(config: Any) -> int:
+        try:
+            codes.append(job(config))
+        except LabError as error:  # kept, so that Hydra does not print it a second time in its own words
+            errors.append(error)
+            return error.exit_code
+        return codes[-1]
+
+    sys.argv = ["scaling-lab", *overrides]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as exceptions instead of Hydra's own print and exit
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(task)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(str(error))) from None
+    if errors:
+        raise errors[0]
+    return max(codes, default=EXIT_DONE)
+
+
+def conf_folder() -> Path:
+    """Where the config groups are: inside an installed package, or beside it in a checkout."""
+    inside = Path(__file__).parent / "conf"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "conf"
+
+
+if __name__ == "__main__":
+    # Re-imported under its real name, so that jobs can be sent to other processes by reference.
+    from scaling_lab.__main__ import main as real_main
+
+    sys.exit(real_main())

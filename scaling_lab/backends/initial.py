@@ -1,0 +1,65 @@
+"""Initial weights: element i of a parameter is a pure function of (seed, name, i). The same bits for every layout and backend.
+
+Counter-based, so a process draws only what it holds. NumPy on the host; must not know meshes or frameworks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from scaling_lab.models.parameters import Parameter
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def initial_values(parameter: Parameter, seed: int, part: tuple[slice, ...]) -> np.ndarray:
+    """The initial values of a part of a parameter, float32, shaped as the part.
+
+    part: a slice with explicit start and stop for each dim of the parameter's global shape.
+    """
+    shape = tuple(s.stop - s.start for s in part)
+    if parameter.init == "ones":
+        return np.ones(shape, np.float32)
+    if parameter.init == "zeros":
+        return np.zeros(shape, np.float32)
+    values = np.empty(shape, np.float32)
+    key = _key(seed, parameter.name)
+    inner = _offsets(parameter.shape[1:], part[1:])
+    row_size = np.uint64(np.prod(parameter.shape[1:], dtype=np.int64))
+    for row in range(shape[0]):
+        index = inner + np.uint64(part[0].start + row) * row_size
+        values[row] = _normal(_hash(index, key)) * np.float32(parameter.std)
+    return values
+
+
+def _key(seed: int, name: str) -> np.uint64:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return np.uint64(int.from_bytes(digest[:8], "little"))
+
+
+def _offsets(shape: tuple[int, ...], part: tuple[slice, ...]) -> np.ndarray:
+    """Row-major offsets, within one row of dim 0, of the elements of a part."""
+    offsets = np.zeros((), np.uint64)
+    for size, piece in zip(shape, part, strict=True):
+        offsets = offsets[..., None] * np.uint64(size) + np.arange(piece.start, piece.stop, dtype=np.uint64)
+    return offsets
+
+
+def _hash(index: np.ndarray, key: np.uint64) -> np.ndarray:
+    """SplitMix64 (Steele, Lea, Flood 2014): state key + (index + 1) x golden ratio, then two xor-multiply rounds."""
+    with np.errstate(over="ignore"):
+        bits = key + (index + np.uint64(1)) * _STEP
+        bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
+        bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
+        return bits ^ (bits >> np.uint64(31))
+
+
+def _normal(bits: np.ndarray) -> np.ndarray:
+    """Standard normal values from 64 random bits each (Box and Muller 1958: two 24-bit uniforms, one of the pair kept)."""
+    radius = (((bits >> np.uint64(40)).astype(np.float32)) + np.float32(0.5)) * np.float32(2**-24)
+    angle = ((bits & np.uint64(0xFFFFFF)).astype(np.float32)) * np.float32(2 * np.pi * 2**-24)
+    return np.sqrt(np.float32(-2) * np.log(radius)) * np.cos(angle)

@@ -1,0 +1,213 @@
+"""The session of one experiment in JAX: the train step, compiled once ahead of time, and what the worker may ask about it.
+
+Owns the order of a step (accumulate, reduce, clip, update) and its one compilation. Must not know clocks, files or data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scaling_lab.backends.contract import Batch, Job, Pending, Session
+from scaling_lab.backends.jax import optimizer, runtime, sharding
+from scaling_lab.backends.jax.loss import cross_entropy_sum
+from scaling_lab.backends.jax.products import gradient_dtype
+from scaling_lab.backends.jax.sharding import Arrays, Placement
+from scaling_lab.backends.jax.transformer import forward
+from scaling_lab.errors import WorkerError
+from scaling_lab.plan.experiment import Experiment
+from scaling_lab.plan.layout import Layout
+from scaling_lab.plan.schedule import learning_rate
+
+
+def open_session(job: Job) -> Session:
+    """Join the other processes and check the devices found against the plan (WorkerError if they differ)."""
+    mesh = runtime.join(job)
+    return JaxSession(job, Placement(mesh, job.plan, job.experiment.workload.precision))
+
+
+def loss_and_gradients(experiment: Experiment, on: Placement) -> Callable[..., tuple[jax.Array, jax.Array, Arrays]]:
+    """A pure function (weights, tokens, labels [accumulation, rows, sequence]) -> (loss, valid tokens, gradients).
+
+    The loss is one quotient: the sum over all valid tokens by their number. The number is known before the first microbatch, so
+    each one adds its share to the loss and to the gradients, and no factor of accumulation changes their sum.
+    """
+    apply = forward(experiment, on)
+    dtype = gradient_dtype(experiment.workload.precision)
+
+    def share(weights: Arrays, tokens: jax.Array, labels: jax.Array, count: jax.Array) -> jax.Array:
+        return cross_entropy_sum(apply(weights, tokens), labels) / count
+
+    def one(weights, tokens, labels, count):
+        loss, gradients = jax.value_and_grad(share)(weights, tokens, labels, count)
+        return loss, {name: on.constrain_weight(g.astype(dtype), name, "gradients") for name, g in gradients.items()}
+
+    def compute(weights: Arrays, tokens: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, Arrays]:
+        valid = (labels >= 0).sum()
+        count = jnp.maximum(valid, 1).astype(jnp.float32)
+        total = one(weights, tokens[0], labels[0], count)
+        if tokens.shape[0] > 1:
+
+            def accumulate(total, microbatch):
+                return jax.tree.map(jnp.add, total, one(weights, *microbatch, count)), None
+
+            total, _ = jax.lax.scan(accumulate, total, (tokens[1:], labels[1:]))
+        return total[0], valid, total[1]
+
+    return compute
+
+
+def train_step(experiment: Experiment, on: Placement, transform: Any) -> Callable[..., tuple[Arrays, Any, dict[str, jax.Array]]]:
+    """A pure function (weights, state, tokens, labels, lr) -> (weights, state, metrics)."""
+    compute = loss_and_gradients(experiment, on)
+    clip = experiment.workload.optimizer.clip
+
+    def step(weights, state, tokens, labels, lr):
+        loss, valid, gradients = compute(weights, tokens, labels)
+        norm = optimizer.global_norm(gradients)
+        factor = optimizer.clip_factor(norm, clip)
+        clipped = {name: gradient * factor for name, gradient in gradients.items()}
+        weights, state = optimizer.apply(transform, on, weights, state, clipped, lr)
+        return weights, state, {"loss": loss, "grad_norm": norm, "lr": lr, "valid_tokens": valid}
+
+    return step
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A step on its way. `state`: what it updates, which a later step may have consumed meanwhile."""
+
+    metrics: dict[str, jax.Array]
+    state: Any
+
+    def result(self) -> dict[str, float]:
+        """Wait for the metrics and for all of the updated state, which one execution finishes together."""
+        jax.block_until_ready([leaf for leaf in jax.tree.leaves(self.state) if not leaf.is_deleted()])
+        return {name: float(value) for name, value in self.metrics.items()}
+
+
+class JaxSession:
+    """See `contract.Session`. Weights are arrays by parameter name, replaced by every step, whose buffers it reuses."""
+
+    def __init__(self, job: Job, on: Placement):
+        self._job, self._on = job, on
+        workload = job.experiment.workload
+        self._transform = optimizer.transformation(workload.optimizer, on)
+        self._described_state, self._state_shardings = optimizer.state_shardings(self._transform, on)
+        self._weight_shardings = on.shardings("weights")
+        self._weights: Arrays | None = None
+        self._state: Any = None
+        self._compiled: Any = None
+        self._compilations = 0
+        self._steps_done = 0
+        self._evaluate = jax.jit(self._evaluation(), out_shardings=on.replicated)
+        self._gradients = jax.jit(
+            loss_and_gradients(job.experiment, on), out_shardings=(on.replicated, on.replicated, on.shardings("gradients"))
+        )
+
+    def prepare(self, batch: Batch) -> float:
+        """Make the weights and the optimizer's state and compile the step, once."""
+        if self._compiled is not None:
+            return 0.0
+        self._weights = sharding.place_initial(self._on, self._job.experiment.workload.seed)
+        self._state = optimizer.initial_state(self._described_state, self._state_shardings)
+        tokens, labels = self._placed(batch)
+        started = time.perf_counter()
+        self._compiled = self._jitted().lower(self._weights, self._state, tokens, labels, np.float32(0)).compile()
+        self._compilations += 1
+        return time.perf_counter() - started
+
+    def _jitted(self) -> Any:
+        """The step with the same shardings coming in and going out, so that its result fits the one program compiled."""
+        step = train_step(self._job.experiment, self._on, self._transform)
+        state, batch, scalar = (self._weight_shardings, self._state_shardings), self._on.batch, self._on.replicated
+        return jax.jit(step, donate_argnums=(0, 1), in_shardings=(*state, batch, batch, scalar), out_shardings=(*state, scalar))
+
+    def step(self, batch: Batch) -> Pending:
+        """Dispatch one optimizer step."""
+        self.prepare(batch)
+        self._check_placed()
+        workload = self._job.experiment.workload
+        lr = np.float32(learning_rate(workload.optimizer, workload.steps, self._steps_done))
+        self._weights, self._state, metrics = self._compiled(self._weights, self._state, *self._placed(batch), lr)
+        self._steps_done += 1
+        return Dispatched(metrics, (self._weights, self._state))
+
+    def _check_placed(self) -> None:
+        sharding.check_placed(self._made().items(), self._weight_shardings)
+        leaves = jax.tree_util.tree_leaves_with_path(self._state)
+        expected = dict(zip((p for p, _ in leaves), jax.tree.leaves(self._state_shardings), strict=True))
+        sharding.check_placed(leaves, expected)
+
+    def _placed(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        return tuple(sharding.place_batch(self._on, self._job.rows, part) for part in (batch.tokens, batch.labels))
+
+    def _made(self) -> Arrays:
+        if self._weights is None:
+            raise WorkerError("the session was asked for its weights before `prepare`")
+        return self._weights
+
+    def evaluate(self, batch: Batch) -> Pending:
+        """Dispatch the loss of one batch; compiled at the first call."""
+        tokens, labels = self._placed(batch)
+        return Dispatched(self._evaluate(self._made(), tokens[0], labels[0]), ())
+
+    def _evaluation(self) -> Callable[..., dict[str, jax.Array]]:
+        apply = forward(self._job.experiment, self._on)
+
+        def evaluate(weights, tokens, labels):
+            return {"loss_sum": cross_entropy_sum(apply(weights, tokens), labels), "valid_tokens": (labels >= 0).sum()}
+
+        return evaluate
+
+    def compilations(self) -> int:
+        """Programs compiled for the train step."""
+        return self._compilations
+
+    def layouts(self) -> dict[str, Layout]:
+        """As read off the weights themselves."""
+        return {name: sharding.layout_of(array) for name, array in self._made().items()}
+
+    def bytes_per_device(self) -> dict[str, int | None]:
+        """From live arrays and, for what only exists during a step, from the compiler; the peak where the device counts it."""
+        parameters = sharding.local_bytes(self._made().values())
+        state = sharding.local_bytes(jax.tree.leaves(self._state))
+        parts: dict[str, int | None] = {"parameters": parameters, "optimizer": state}
+        analysis = self._compiled.memory_analysis() if self._compiled is not None else None
+        if analysis is None:
+            return {"total": None, **parts, "batch": None, "temporaries": None}
+        parts["batch"] = analysis.argument_size_in_bytes - parameters - state
+        parts["temporaries"] = analysis.temp_size_in_bytes
+        parts["outputs"] = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        counted = sum(part for part in parts.values() if part is not None)
+        return {"total": runtime.peak_bytes(self._on.mesh) or counted, **parts}
+
+    def device_facts(self) -> dict[str, Any]:
+        """What this process runs on."""
+        return runtime.device_facts(self._on.mesh)
+
+    def gradients(self, batch: Batch) -> tuple[dict[str, float], Mapping[str, np.ndarray]]:
+        """Loss, norm and the whole gradient by parameter, without a step."""
+        self.prepare(batch)
+        loss, valid, gradients = self._gradients(self._made(), *self._placed(batch))
+        norm = optimizer.global_norm(gradients)
+        metrics = {"loss": loss, "grad_norm": norm, "valid_tokens": valid}
+        return Dispatched(metrics, ()).result(), {name: sharding.gather(g) for name, g in gradients.items()}
+
+    def weights(self) -> Mapping[str, np.ndarray]:
+        """Every parameter, whole."""
+        return {name: sharding.gather(array) for name, array in self._made().items()}
+
+    def replica_digests(self) -> dict[str, str]:
+        """Of every local part of every parameter."""
+        return sharding.digests(self._made())
+
+    def close(self) -> None:
+        """Leave the other processes."""
+        runtime.leave(self._job)

@@ -1,0 +1,1 @@
+"""The PyTorch backend: plain modules, FSDP2, DTensor. Never imports the JAX backend."""

@@ -1,0 +1,23 @@
+"""Collectives that torch has renamed from one version to the next. Knows no layouts."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of every process of the group, [group, *local shape], in the order of its ranks."""
+    every = local.new_empty(group.size() * local.numel())  # gloo wants a concatenation, not a stack
+    # torch 2.13 renamed the function; the old name warns.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(every, local.flatten(), group=group)
+    return every.view(group.size(), *local.shape)
+
+
+def reduce_scatter(every: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the group's processes of row r of `every` [group, ...], r being this process's rank in it."""
+    own = every.new_empty(every[0].numel())
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(own, every.flatten(), group=group)
+    return own.view(every.shape[1:])

@@ -1,0 +1,84 @@
+"""FSDP2: which units store their weights in parts and gather them before use. Must not know what a unit computes.
+
+A unit is a layer, or what lies outside the layers. One `fully_shard` per unit, on a mesh of one dim (the axes that store it) or
+of two (those that keep copies of it, those that store it): wrapping twice is refused by torch, or silently wrong. A parameter without
+an FSDP row is left to `reduce`, which sums its gradient.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from scaling_lab.backends.torch.sharding import Placement, dtype_of
+from scaling_lab.backends.torch.weights import Piece, pieces_of
+from scaling_lab.errors import PlanError
+from scaling_lab.plan.plan import ParameterPlan
+
+
+def wrap(root: nn.Module, layers: nn.ModuleList, on: Placement) -> bool:
+    """Store the weights of the layers and of what is outside them as the plan says. False where no weight is stored in parts."""
+    stored = {piece.parameter: piece for piece in pieces_of(root, on) if piece.planned.fsdp_axes}
+    ignored = {piece.parameter for piece in pieces_of(root, on)} - stored.keys()
+    if not stored:
+        return False
+    taken: set[nn.Parameter] = set()
+    for unit in (*layers, root):
+        own = [p for p in unit.parameters() if p in stored and p not in taken]
+        if own or unit is root:
+            # The last layer's weights are wanted again as soon as the backward pass begins.
+            keep = unit is layers[-1] or unit is root
+            _wrap_unit(unit, {p: stored[p] for p in own}, ignored, on, keep=keep)
+        taken.update(own)
+    return True
+
+
+def _wrap_unit(
+    unit: nn.Module, stored: dict[nn.Parameter, Piece], ignored: set[nn.Parameter], on: Placement, *, keep: bool
+) -> None:
+    precision = on.precision
+    fully_shard(
+        unit,
+        mesh=_mesh(stored, on),
+        reshard_after_forward=not keep,
+        shard_placement_fn=lambda parameter: _shard(stored[parameter]),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=dtype_of(precision.compute), reduce_dtype=dtype_of(precision.reduce), cast_forward_inputs=False
+        ),
+        ignored_params=ignored,
+    )
+    assert isinstance(unit, FSDPModule)
+    # The loss is a sum over tokens, so gradients are summed; gloo has no pre-multiplied sum.
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+
+
+def _shard(piece: Piece) -> Shard:
+    dim = piece.layout("weights").dim_of(piece.planned.fsdp_axes[0])
+    assert dim is not None
+    return Shard(dim)
+
+
+def copied_axes(planned: ParameterPlan, on: Placement) -> tuple[str, ...]:
+    """Axes over which FSDP sums a gradient beside those that store the weight: each place on them has a copy."""
+    return tuple(a for a in planned.sum_axes if a not in planned.fsdp_axes and a not in on.compute_axes)
+
+
+def _mesh(stored: dict[nn.Parameter, Piece], on: Placement) -> DeviceMesh:
+    """The mesh of a unit. Raises PlanError where its parameters would need several."""
+    ways: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
+    for piece in stored.values():
+        ways.setdefault((piece.planned.fsdp_axes, copied_axes(piece.planned, on)), piece.name)
+    if len(ways) > 1:
+        listed = "; ".join(f"{name} over {list(axes)} with copies over {list(copies)}" for (axes, copies), name in ways.items())
+        raise PlanError(
+            f"the torch backend stores a layer, or what is outside the layers, over the same axes: {listed}. Give the rows of "
+            f"sharding.weights that these parameters share with no activation the same axes."
+        )
+    if not ways:
+        return on.submesh(on.plan.mesh.real_axes)  # a root that only ties the layers together
+    (axes, copies), _ = ways.popitem()
+    shard = on.submesh(axes)
+    return DeviceMesh._concatenate([on.submesh(copies), shard]) if copies else shard

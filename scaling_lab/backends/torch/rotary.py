@@ -1,0 +1,43 @@
+"""Rotary positions (Su et al. 2021) in the half-split pairing of Llama, with Llama 3.1's frequency scaling. No layouts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scaling_lab.models.model import Model, RopeScaling
+
+
+def rotary_tables(model: Model, sequence: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [sequence, 1, head_dim / 2] of position x frequency, float32."""
+    angles = torch.arange(sequence, dtype=torch.float32)[:, None, None] * torch.from_numpy(frequencies(model))
+    return angles.cos().to(device), angles.sin().to(device)
+
+
+def rotary(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """x [batch, sequence, heads, head_dim] with the pairs (i, i + head_dim / 2) turned by their position's angle."""
+    cos, sin = tables
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return turned.to(x.dtype)
+
+
+def frequencies(model: Model) -> np.ndarray:
+    """Radians per position of each pair, theta^(-2i / head_dim), scaled where the model says so; float32 [head_dim / 2]."""
+    plain = model.rope_theta ** (-np.arange(0, model.head_dim, 2) / model.head_dim)
+    scaled = plain if model.rope_scaling is None else _scaled(plain, model.rope_scaling)
+    return scaled.astype(np.float32)
+
+
+def _scaled(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Divided by `factor` where the original sequence holds few turns, kept where it holds many, a ramp between.
+
+    Source: Llama 3.1's reference code (`apply_scaling`), as Hugging Face's `rope_type="llama3"`.
+    """
+    turns = scaling.original_sequence * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return kept * plain + (1.0 - kept) * plain / scaling.factor

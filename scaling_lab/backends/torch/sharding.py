@@ -1,0 +1,161 @@
+"""Layouts <-> DTensor placements: where activations and weights lie during the computation, and how they get there.
+
+Only the mesh axes that split a computation appear here (the compute mesh): the batch is local to each process, and how weights
+are stored beyond their compute layout belongs to `fsdp` and `weights`. Without such axes every tensor is a plain one. Reads
+mesh axes and rows from the plan only; must not know the model's equations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from scaling_lab.backends.torch.runtime import World
+from scaling_lab.errors import PlanError
+from scaling_lab.plan.experiment import Precision
+from scaling_lab.plan.layout import Layout
+from scaling_lab.plan.plan import ParameterPlan, Plan
+
+Placements = tuple[Shard | Replicate, ...]
+
+#: Rows over which this backend does not split a computation: attention would see parts of a sequence or of a score.
+WHOLE_ROWS = ("sequence", "head_dim")
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The plan's layouts on this process's device. `process` is the device's row-major index in the mesh."""
+
+    plan: Plan
+    precision: Precision
+    world: World
+    process: int
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.world.device
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All devices, by the axes larger than 1; only where there is more than one."""
+        assert self.world.mesh is not None
+        return self.world.mesh
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """Coordinates of this process's device."""
+        return self.plan.mesh.coordinates(self.process)
+
+    @cached_property
+    def compute_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split a computation other than by rows, outermost first."""
+        rules, mesh = self.plan.rules, self.plan.mesh
+        return tuple(axis for axis in mesh.real_axes if axis in rules.compute_axes and axis not in rules.activations["batch"])
+
+    @cached_property
+    def compute_mesh(self) -> DeviceMesh | None:
+        """The devices that compute parts of the same rows; None where each computes its rows alone."""
+        return self.mesh[self.compute_axes] if self.compute_axes else None
+
+    @cached_property
+    def described(self) -> dict[str, ParameterPlan]:
+        """Every parameter's plan by its name."""
+        return {planned.parameter.name: planned for planned in self.plan.parameters}
+
+    @cached_property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of products and of the residual stream."""
+        return dtype_of(self.precision.compute)
+
+    def constrain(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """An activation, laid out as the table says for its logical axes; its gradient comes back laid out likewise.
+
+        A partial sum is summed here, forward and backward, so that each block costs one collective and pass.
+        """
+        if self.compute_mesh is None:
+            return x
+        assert isinstance(x, DTensor)
+        placements = self.placements(self.plan.rules.activation_layout(axes))
+        if x.placements == placements and not any(p.is_replicate() for p in placements):
+            return x
+        return x.redistribute(placements=placements)
+
+    def placements(self, layout: Layout) -> Placements:
+        """A layout as DTensor says it, over the compute mesh."""
+        dims = (layout.dim_of(axis) for axis in self.compute_axes)
+        return tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """The processes that differ from this one only along these axes, in row-major order."""
+        return self.submesh(axes).get_group()
+
+    def submesh(self, axes: tuple[str, ...]) -> DeviceMesh:
+        """The same processes as a mesh of one dim."""
+        return self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes]._flatten()
+
+    def first_along_others(self, axes: tuple[str, ...]) -> bool:
+        """Whether this process comes first along every axis but these: it then counts what lies the same on the others."""
+        return all(self.place[axis] == 0 for axis in self.plan.mesh.real_axes if axis not in axes)
+
+
+def check_table(plan: Plan) -> None:
+    """Refuse tables that the plan allows and this backend does not carry out. Raises PlanError naming the row."""
+    for row in WHOLE_ROWS:
+        split = [axis for axis in plan.rules.activations[row] if plan.mesh.size(axis) > 1]
+        if split:
+            raise PlanError(
+                f"sharding.activations.{row}={split}: the torch backend keeps this dim whole. Set mesh.{split[0]}=1, or "
+                f"sharding.activations.{row}=[]."
+            )
+    for planned in plan.parameters:
+        _check_refines(planned, "weights", "gradients")
+        _check_refines(planned, "gradients", "optimizer")
+
+
+def _check_refines(planned: ParameterPlan, coarse: str, fine: str) -> None:
+    outer, inner = getattr(planned, coarse), getattr(planned, fine)
+    if any(not set(kept) <= set(split) for kept, split in zip(outer.dims, inner.dims, strict=True)):
+        raise PlanError(
+            f"{planned.parameter.name}: its {fine} lie over {inner.dims}, which is not a further split of its {coarse} over "
+            f"{outer.dims}; the torch backend only splits further. Add the axes of sharding.{coarse} to sharding.{fine}."
+        )
+
+
+def on_shards(function: Callable[..., Tensor], first: Tensor, *others: Tensor | None) -> Tensor:
+    """`function` of each device's own parts, for what needs no communication; the result is laid out as `first`.
+
+    The gradient of another argument that is whole where `first` is split is a partial sum.
+    """
+    if not isinstance(first, DTensor):
+        return function(first, *others)
+    local = function(first.to_local(), *(_local(x, first) for x in others))
+    return DTensor.from_local(local, first.device_mesh, first.placements, run_check=False)
+
+
+def _local(x: Tensor | None, first: DTensor) -> Tensor | None:
+    if not isinstance(x, DTensor):
+        return x
+    pairs = zip(x.placements, first.placements, strict=True)
+    return x.to_local(grad_placements=[Partial() if own.is_replicate() and not f.is_replicate() else own for own, f in pairs])
+
+
+def part_start(x: DTensor, dim: int) -> int:
+    """The global index at which this process's part of a dim starts; the dim is split evenly."""
+    index = 0
+    for axis, placement in enumerate(x.placements):
+        if placement.is_shard(dim):
+            index = index * x.device_mesh.size(axis) + x.device_mesh.get_local_rank(axis)
+    return index * x._local_tensor.shape[dim]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype of a configured name."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

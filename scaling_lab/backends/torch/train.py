@@ -1,0 +1,187 @@
+"""A session: one experiment in one process, trained as its plan says. Owns the order of a step; each part has its own module."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scaling_lab.backends.contract import Batch, Job
+from scaling_lab.backends.torch import fsdp, runtime, weights
+from scaling_lab.backends.torch.loss import IGNORED, cross_entropy_sum
+from scaling_lab.backends.torch.optimizer import make_optimizer, scale_gradients, set_learning_rate, square_sum, state_bytes
+from scaling_lab.backends.torch.reduce import buckets_of, take_gradient
+from scaling_lab.backends.torch.sharding import Placement, check_table
+from scaling_lab.backends.torch.transformer import Decoder
+from scaling_lab.plan.layout import Layout
+from scaling_lab.plan.schedule import learning_rate
+
+
+def open_session(job: Job) -> TorchSession:
+    """Join the other processes, make the weights and the optimizer. Raises WorkerError where the device is not the planned one."""
+    runtime.check_planned(job.plan)
+    check_table(job.plan)
+    world = runtime.join(job)
+    try:
+        return TorchSession(job, world)
+    except BaseException:
+        runtime.leave(world)
+        raise
+
+
+@dataclass(frozen=True)
+class Read:
+    """A step that was handed to the device: numbers known already, and those (float64) still to be read from it."""
+
+    known: dict[str, float]
+    device: dict[str, Tensor]
+
+    def result(self) -> dict[str, float]:
+        """Wait until the device is done and read the numbers."""
+        if any(x.is_cuda for x in self.device.values()):
+            torch.cuda.synchronize()
+        return {**{name: x.item() for name, x in self.device.items()}, **self.known}
+
+
+class TorchSession:
+    """See `contract.Session`."""
+
+    def __init__(self, job: Job, world: runtime.World):
+        experiment = job.experiment
+        self.job, self.world = job, world
+        self.on = on = Placement(job.plan, experiment.workload.precision, world, job.process)
+        self.decoder = Decoder(experiment, on)
+        self.wrapped = fsdp.wrap(self.decoder, self.decoder.layers, on)
+        self.decoder.to_empty(device=world.device)
+        self.pieces = weights.pieces_of(self.decoder, on)
+        with torch.no_grad():
+            weights.place_initial(self.pieces, on, experiment.workload.seed)
+        self.buckets = buckets_of(self.pieces, on)
+        self.in_buckets = [piece for bucket in self.buckets for piece in bucket.pieces]
+        self.stepped = [x for bucket in self.buckets for x in bucket.stepped]
+        self.optimizer = make_optimizer(experiment.workload.optimizer, self.in_buckets, self.stepped)
+        counted = [on.first_along_others(piece.layout("optimizer").axes) for piece in self.in_buckets]
+        self.counted = torch.tensor(counted, dtype=torch.float64, device=world.device)
+        self.counts_rows = on.first_along_others(job.plan.rules.activations["batch"])
+        self.steps_done = 0
+        if experiment.backend.compile:
+            for layer in self.decoder.layers:
+                layer.compile()
+
+    def prepare(self, batch: Batch) -> float:
+        """Run the step once without its update where layers are compiled; eager layers have nothing to prepare."""
+        if not self.job.experiment.backend.compile:
+            return 0.0
+        started = time.perf_counter()
+        self._sums(batch)
+        for piece in self.pieces:
+            piece.parameter.grad = None
+        return time.perf_counter() - started
+
+    def step(self, batch: Batch) -> Read:
+        """Accumulate, reduce, clip, update."""
+        workload = self.job.experiment.workload
+        totals, gradients = self._reduced(batch)
+        lr = learning_rate(workload.optimizer, workload.steps, self.steps_done)
+        with torch.no_grad():
+            scale_gradients(gradients, totals["grad_norm"], totals["valid_tokens"].clamp(min=1), workload.optimizer.clip)
+            set_learning_rate(self.optimizer, lr)
+            for stepped, gradient in zip(self.stepped, gradients, strict=True):
+                stepped.grad = gradient
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            for bucket in self.buckets:
+                bucket.gather()
+        self.steps_done += 1
+        return Read({"lr": lr}, totals)
+
+    def evaluate(self, batch: Batch) -> Read:
+        """Loss of one batch with the present weights."""
+        with torch.no_grad():
+            loss_sum, count = self._sums(batch, backward=False)
+            loss_sum, count = self._total(loss_sum, count)
+        if self.wrapped:
+            self.decoder.reshard()  # type: ignore[operator]
+        return Read({}, {"loss_sum": loss_sum, "valid_tokens": count})
+
+    def compilations(self) -> int | None:
+        """torch compiles layers, not the step: no count."""
+        return None
+
+    def layouts(self) -> dict[str, Layout]:
+        """Read from the tensors."""
+        return weights.layouts(self.pieces, self.on)
+
+    def bytes_per_device(self) -> dict[str, int | None]:
+        """GPU: the allocator's peaks. CPU: what can be counted of live tensors; activations and so the total are unknown."""
+        parameters = weights.local_bytes(piece.parameter for piece in self.pieces)
+        copies = sum(bucket.buffer.numel() * bucket.buffer.element_size() for bucket in self.buckets if bucket.way.split)
+        parts = {
+            "parameters": parameters + copies,
+            "gradients": weights.local_bytes(self.stepped),
+            "optimizer": state_bytes(self.optimizer),
+        }
+        if self.world.device.type != "cuda":
+            return {"total": None, **parts}
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return {"total": peak, **parts, "allocated_peak": peak, "reserved_peak": reserved}
+
+    def device_facts(self) -> dict[str, Any]:
+        """See `runtime.device_facts`."""
+        return runtime.device_facts(self.world)
+
+    def gradients(self, batch: Batch) -> tuple[dict[str, float], Mapping[str, np.ndarray]]:
+        """Metrics, and the gradient of the loss for each parameter, whole; nothing is updated."""
+        totals, gradients = self._reduced(batch)
+        count = totals["valid_tokens"].clamp(min=1)
+        means = [gradient.double() / count for gradient in gradients]
+        return Read({}, totals).result(), weights.gather(self.in_buckets, means, "optimizer", self.on)
+
+    def weights(self) -> Mapping[str, np.ndarray]:
+        """Every parameter, whole."""
+        return weights.gather(self.pieces, [piece.local for piece in self.pieces], "weights", self.on)
+
+    def replica_digests(self) -> dict[str, str]:
+        """See `weights.digests`."""
+        return weights.digests(self.pieces, self.on)
+
+    def close(self) -> None:
+        """Leave the process group, if this session made it."""
+        runtime.leave(self.world)
+
+    def _reduced(self, batch: Batch) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Loss, gradient norm and valid tokens of the global batch, and each stepped tensor's gradient of the loss's sum."""
+        loss_sum, count = self._sums(batch)
+        with torch.no_grad():
+            gradients = []
+            for bucket in self.buckets:
+                gradients += bucket.reduce([take_gradient(piece, self.on) for piece in bucket.pieces])
+            loss_sum, count, squares = self._total(loss_sum, count, square_sum(gradients, self.counted))
+            divisor = count.clamp(min=1)
+            return {"loss": loss_sum / divisor, "grad_norm": squares.sqrt() / divisor, "valid_tokens": count}, gradients
+
+    def _sums(self, batch: Batch, *, backward: bool = True) -> tuple[Tensor, Tensor]:
+        """Sum of losses and number of valid tokens of this process's rows, float64; with `backward`, gradients of the sum."""
+        tokens = torch.from_numpy(batch.tokens.astype(np.int64)).to(self.world.device)
+        labels = torch.from_numpy(np.where(batch.labels < 0, IGNORED, batch.labels).astype(np.int64)).to(self.world.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for one_tokens, one_labels in zip(tokens, labels, strict=True):
+            loss = cross_entropy_sum(self.decoder(one_tokens), one_labels)
+            if backward:
+                loss.backward()
+            total += loss.detach()
+        return total, (labels != IGNORED).sum().double()
+
+    def _total(self, loss_sum: Tensor, count: Tensor, *others: Tensor) -> Tensor:
+        """Sums over all processes, in one collective; rows that several processes have are counted once."""
+        counts = float(self.counts_rows)
+        local = torch.stack([loss_sum * counts, count * counts, *others])
+        if self.world.mesh is not None:
+            dist.all_reduce(local)
+        return local

@@ -1,0 +1,1 @@
+"""How the processes of a job start, meet, are watched and end. Standard library only; imports neither jax nor torch."""

@@ -1,0 +1,56 @@
+"""A corpus: one long array of token ids, and the facts recorded about it. Must not know rows, batches or order."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Tokens(Protocol):
+    """What is asked of an array of token ids: its length, and slices of it. In memory, memory-mapped, or computed."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Facts:
+    """sha256: of the ids as stored (for byte tokens: of the text); size_bytes: of the files read; largest: token id.
+
+    None where it has no meaning (computed tokens).
+    """
+
+    sha256: str | None
+    size_bytes: int | None
+    files: int
+    largest: int
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Token ids, integers of any width, with their facts."""
+
+    tokens: Tokens
+    facts: Facts
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What result.json holds about it."""
+        facts = self.facts
+        return {"sha256": facts.sha256, "bytes": facts.size_bytes, "tokens": len(self.tokens), "files": facts.files}
+
+
+def smallest_dtype(largest: int) -> np.dtype[Any]:
+    """The narrowest little-endian unsigned dtype that holds every id up to the largest."""
+    return np.dtype("u1" if largest < 2**8 else "<u2" if largest < 2**16 else "<u4")
+
+
+def byte_corpus(text: bytes, files: int) -> Corpus:
+    """A corpus whose tokens are the bytes of a text."""
+    tokens = np.frombuffer(text, np.uint8)
+    largest = int(tokens.max(initial=0))
+    return Corpus(tokens, Facts(hashlib.sha256(text).hexdigest(), len(text), files, largest))

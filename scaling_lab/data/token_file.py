@@ -1,0 +1,69 @@
+"""Arrays of token ids on disk: raw uint16 or uint32 as nanoGPT writes them, or .npy. Memory-mapped; read whole once, to check.
+
+Owns what such a file must hold. Must not know what the ids mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+
+from scaling_lab.data.cache import load_or_build, signature_of, state_of
+from scaling_lab.data.corpus import Corpus, Facts
+from scaling_lab.errors import ConfigError
+
+_CHUNK = 2**22
+
+
+def token_corpus(path: str, key: str, dtype: str | None, cache_folder: Path | None) -> Corpus:
+    """The ids of a file, memory-mapped. key: the config key that gave the path. Raises ConfigError for anything else in it.
+
+    The first time every id is read, for the hash and the largest; these facts are cached by the file's size and time.
+    """
+    if not os.path.isfile(path):
+        raise ConfigError(f"{key}={path}: no such file; give an array of token ids, raw (.bin) or .npy")
+    try:
+        tokens = _map_npy(path, key, dtype) if path.endswith(".npy") else _map_raw(path, key, dtype)
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from None
+    name, signature = f"facts-{signature_of([path])[:16]}", signature_of([state_of(Path(path)), tokens.dtype.str])
+    checked = load_or_build(cache_folder, name, signature, lambda: Corpus(np.empty(0, np.uint8), _facts(tokens, path, key)))
+    return Corpus(tokens, checked.facts)
+
+
+def _map_raw(path: str, key: str, dtype: str | None) -> np.ndarray:
+    if dtype is None:
+        raise ConfigError(f"{key}={path}: a raw file does not say how wide an id is; set data.dtype=uint16 (nanoGPT) or uint32")
+    size, width = os.path.getsize(path), np.dtype(dtype).itemsize
+    if size == 0 or size % width:
+        raise ConfigError(f"{key}={path}: {size} bytes are no array of {dtype} ({width} bytes each); check data.dtype")
+    return np.asarray(np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r"))
+
+
+def _map_npy(path: str, key: str, dtype: str | None) -> np.ndarray:
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ConfigError(f"{key}={path}: not a .npy array: {error}") from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{key}={path}: holds {tokens.dtype} of shape {list(tokens.shape)}, not a flat array of integers; "
+            f"save it with numpy.save(path, ids.ravel().astype('uint16'))"
+        )
+    if dtype is not None and tokens.dtype != np.dtype(dtype):
+        raise ConfigError(f"{key}={path}: data.dtype={dtype} but the file says {tokens.dtype}; set data.dtype=null for .npy")
+    return np.asarray(tokens)
+
+
+def _facts(tokens: np.ndarray, path: str, key: str) -> Facts:
+    digest, largest = hashlib.sha256(), 0
+    for first in range(0, len(tokens), _CHUNK):
+        chunk = np.ascontiguousarray(tokens[first : first + _CHUNK])
+        if int(chunk.min()) < 0:
+            raise ConfigError(f"{key}={path}: holds the negative id {chunk.min()}; token ids count from 0")
+        digest.update(chunk.data)
+        largest = max(largest, int(chunk.max()))
+    return Facts(digest.hexdigest(), os.path.getsize(path), 1, largest)

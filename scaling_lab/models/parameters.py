@@ -1,0 +1,72 @@
+"""What a parameter is: a name, a global shape, logical axes and an initialiser. No framework, no values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+#: The closed vocabulary of logical axes of a weight. `None` in `Parameter.axes` marks a dim that is never split.
+WEIGHT_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts", "layers")
+
+#: The closed vocabulary of logical axes of an activation.
+ACTIVATION_AXES = (
+    "batch",
+    "sequence",
+    "residual_sequence",
+    "embed",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "mlp",
+    "vocab",
+    "experts",
+    "expert_batch",
+)
+
+#: What a parameter is for. Weight decay and FLOPs go by role, never by the number of dims.
+Role = Literal["embedding", "matrix", "head", "norm", "bias"]
+
+#: How a parameter starts: normal with mean 0, all ones, or all zeros.
+Init = Literal["normal", "ones", "zeros"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a model.
+
+    name: dotted path, the same in both backends; a parameter of the layer stack starts with `layers.`
+    shape: global shape; the layer stack is dim 0 of every parameter whose first axis is `layers`
+    axes: a logical axis per dim, or None for a dim that is never split
+    init: `normal` (mean 0, standard deviation `std`), `ones` or `zeros`
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    role: Role
+    init: Init
+    std: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), self
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether dim 0 is the layer stack: torch holds one tensor per layer, JAX the whole stack."""
+        return bool(self.axes) and self.axes[0] == "layers"
+
+    @property
+    def decayed(self) -> bool:
+        """Whether weight decay applies: to matrices, the embedding and the head, not to norms and biases."""
+        return self.role in ("matrix", "embedding", "head")
+
+
+def total_size(parameters: tuple[Parameter, ...]) -> int:
+    """Number of elements of all parameters; a tied head is the embedding and counts once."""
+    return sum(parameter.size for parameter in parameters)

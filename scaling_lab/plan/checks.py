@@ -1,0 +1,197 @@
+"""What is refused while planning, but for sizes: the same answer for every verb and both backends, every offender at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+
+from scaling_lab.errors import ConfigError, PlanError
+from scaling_lab.models.parameters import Parameter
+from scaling_lab.plan import roles as reading
+from scaling_lab.plan.experiment import Experiment
+from scaling_lab.plan.mesh import Mesh
+from scaling_lab.plan.rules import Rules, spent_twice
+from scaling_lab.plan.sizes import ACTIVATIONS
+
+#: Rows that a mesh axis may split in weights and activations alike: tensor parallelism.
+TENSOR_ROWS = ("heads", "kv_heads", "mlp", "vocab")
+
+
+def check_model(experiment: Experiment) -> None:
+    """What no mesh can mend: sizes of the model and the workload that contradict each other."""
+    faults = list(_model_faults(experiment))
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _model_faults(experiment: Experiment) -> Iterator[str]:
+    model, workload = experiment.model, experiment.workload
+    if model.heads % model.kv_heads:
+        fitting = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
+        near = min(fitting, key=lambda n: abs(n - model.kv_heads))
+        yield f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}. Set model.kv_heads={near}."
+    if model.positions == "rope":
+        yield from _rotary_faults(experiment)
+    else:
+        yield from _learned_faults(experiment)
+    if workload.steps and workload.steps <= workload.untimed_steps:
+        yield (
+            f"workload.untimed_steps={workload.untimed_steps} leaves none of workload.steps={workload.steps} to time. "
+            f"Set workload.untimed_steps={min(workload.steps - 1, 5)}."
+        )
+
+
+def _rotary_faults(experiment: Experiment) -> Iterator[str]:
+    model = experiment.model
+    if model.head_dim % 2:
+        yield f"model.head_dim={model.head_dim} is odd: rotary positions turn pairs. Set model.head_dim={model.head_dim + 1}."
+    if model.max_sequence is not None:
+        yield f"model.max_sequence={model.max_sequence} has no meaning with model.positions=rope. Set model.max_sequence=null."
+
+
+def _learned_faults(experiment: Experiment) -> Iterator[str]:
+    model, sequence = experiment.model, experiment.workload.sequence
+    if model.rope_scaling is not None:
+        yield "model.rope_scaling has no meaning with model.positions=learned. Set model.rope_scaling=null."
+    if model.max_sequence is None:
+        yield (
+            "model.max_sequence is null: learned positions need the number of rows of their table. "
+            f"Set model.max_sequence={sequence}."
+        )
+    elif sequence > model.max_sequence:
+        yield (
+            f"workload.sequence={sequence} is longer than model.max_sequence={model.max_sequence}. "
+            f"Set workload.sequence={model.max_sequence}."
+        )
+
+
+def check_axes(parameters: tuple[Parameter, ...], rules: Rules, mesh: Mesh, roles: dict[str, tuple[str, ...]]) -> None:
+    """An axis larger than 1 must do something, no tensor may spend one twice, and only known roles run."""
+    _check_idle(rules, mesh, roles)
+    _check_implemented(roles)
+    faults = [fault for p in parameters for fault in _twice(p, rules, mesh)]
+    faults += [
+        f"activation `{name}`: {', '.join(twice)} splits two dims of {'/'.join(axes)}; take it out of one of those rows"
+        for name, axes in ACTIVATIONS.items()
+        if (twice := spent_twice(rules.activation_layout(axes), mesh))
+    ]
+    faults += [fault for p in parameters if (fault := _scattered(p, rules, mesh))]
+    faults += [fault for axis in mesh.real_axes for fault in _row_faults(axis, rules)]
+    if faults:
+        raise PlanError("the sharding table cannot lay out:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+def _check_idle(rules: Rules, mesh: Mesh, roles: dict[str, tuple[str, ...]]) -> None:
+    idle = [axis for axis, axis_roles in roles.items() if reading.is_idle(axis_roles)]
+    if not idle:
+        return
+    names = ", ".join(f"mesh.{axis}={mesh.size(axis)}" for axis in idle)
+    batch = ",".join(axis for axis in mesh.names if axis in (*rules.activations["batch"], *idle))
+    raise PlanError(
+        f"{names}: the sharding table gives this axis no work, its devices would repeat each other's. Set "
+        f"{' '.join(f'mesh.{axis}=1' for axis in idle)}, or name it in a row, such as sharding.activations.batch=[{batch}]."
+    )
+
+
+def _check_implemented(roles: dict[str, tuple[str, ...]]) -> None:
+    known = {reading.DATA, reading.FSDP, reading.TENSOR, reading.REPEATED, reading.SEQUENCE}
+    for axis, axis_roles in roles.items():
+        unknown = [role for role in axis_roles if role not in known]
+        if unknown:
+            raise PlanError(
+                f"mesh.{axis}: this table asks for {unknown[0]}, which the lab does not run yet. Set mesh.{axis}=1."
+            )
+
+
+def _twice(parameter: Parameter, rules: Rules, mesh: Mesh) -> list[str]:
+    return [
+        f"{parameter.name} ({column}): {', '.join(twice)} splits two dims of {'/'.join(map(str, parameter.axes))}; "
+        f"take it out of one of those rows"
+        for column in ("weights", "gradients", "optimizer")
+        if (twice := spent_twice(rules.weight_layout(column, parameter.axes), mesh))
+    ]
+
+
+def _scattered(parameter: Parameter, rules: Rules, mesh: Mesh) -> str | None:
+    """FSDP gathers one dim of a parameter: axes that store it over two dims are refused in both backends."""
+    stored = rules.weight_layout("weights", parameter.axes)
+    dims = {stored.dim_of(axis): axis for axis in reading.fsdp_axes(parameter, rules, mesh)}
+    if len(dims) <= 1:
+        return None
+    rows = ", ".join(f"sharding.weights.{parameter.axes[dim or 0]} ({axis})" for dim, axis in dims.items())
+    return f"{parameter.name}: fsdp axes store it over several dims, {rows}; put them all into one row"
+
+
+def _row_faults(axis: str, rules: Rules) -> Iterator[str]:
+    """What a table asks of one axis and no backend computes, or only by repeating work."""
+    acts = rules.activations
+    if axis in acts["sequence"]:
+        yield f"sharding.activations.sequence: {axis} splits it inside a block, which the lab does not run yet; write []"
+    if axis in acts["batch"]:
+        yield from _column_faults(axis, rules)
+        return
+    for row in ("embed", *TENSOR_ROWS, "head_dim"):
+        stored, computed = axis in rules.weights[row], axis in acts[row]
+        if stored != computed:
+            has, lacks = ("weights", "activations") if stored else ("activations", "weights")
+            yield (
+                f"sharding.{has}.{row} names {axis}, sharding.{lacks}.{row} does not: name it in both (tensor parallel) or in "
+                f"neither; only an axis of sharding.activations.batch may store weights that are computed whole"
+            )
+        elif computed and row not in TENSOR_ROWS:
+            yield f"sharding.activations.{row}: {axis} splits the computation there, which the lab does not run yet; write []"
+    if axis in acts["kv_heads"] and axis not in acts["heads"]:
+        yield f"sharding.activations.kv_heads names {axis}, sharding.activations.heads does not: name it in heads too"
+    if axis in acts["residual_sequence"] and not any(axis in acts[row] for row in ("heads", "mlp")):
+        yield f"sharding.activations.residual_sequence: {axis} splits nothing inside a block, which would be repeated; write []"
+    yield from _column_faults(axis, rules)
+
+
+def _column_faults(axis: str, rules: Rules) -> Iterator[str]:
+    """Gradients are split at least as weights are, optimizer state as gradients are; more only over the batch's axes."""
+    columns = (("weights", rules.weights), ("gradients", rules.gradients), ("optimizer", rules.optimizer))
+    for (outer, above), (inner, below) in itertools.pairwise(columns):
+        for row in above:
+            if axis in above[row] and axis not in below[row]:
+                yield f"sharding.{inner}.{row} drops {axis}, over which sharding.{outer}.{row} is split; name it there too"
+            if axis in below[row] and axis not in above[row] and axis not in rules.activations["batch"]:
+                yield f"sharding.{inner}.{row} names {axis}, which does not divide the batch; take it out"
+
+
+def check_memory(experiment: Experiment, count: Callable[[Experiment], dict[str, int]], available: int | None) -> None:
+    """The plan's bytes must fit the hardware's memory, where that is known. `count` gives the bytes of an experiment."""
+    needed = count(experiment)
+    if available is None or needed["total"] <= available:
+        return
+    largest = max((part for part in needed if part != "total"), key=lambda part: needed[part])
+    raise PlanError(
+        f"needs {_written(needed['total'])} per device, hardware `{experiment.hardware.name}` has {_written(available)}; "
+        f"the largest part is {largest} ({_written(needed[largest])}). {_memory_advice(experiment, count, available)}"
+    )
+
+
+def _memory_advice(experiment: Experiment, count: Callable[[Experiment], dict[str, int]], available: int) -> str:
+    """The smallest change of the workload that fits, or that none does."""
+    workload = experiment.workload
+    wanted = [workload.accumulation * 2**n for n in range(11)]
+    trials = [(factor, remat) for remat in dict.fromkeys((workload.remat, "full")) for factor in wanted]
+    for factor, remat in trials:
+        if workload.global_batch % factor:
+            continue
+        try:
+            total = count(
+                dataclasses.replace(experiment, workload=dataclasses.replace(workload, accumulation=factor, remat=remat))
+            )
+        except PlanError:  # so few rows do not split over the devices
+            continue
+        if total["total"] <= available:
+            return f"Set workload.accumulation={factor} workload.remat={remat}, which needs {_written(total['total'])}."
+    return (
+        "No accumulation or remat makes it fit: use a table that stores more in parts (sharding=fsdp), more mesh.devices on "
+        "such an axis, a shorter workload.sequence or a smaller model."
+    )
+
+
+def _written(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

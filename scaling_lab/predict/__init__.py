@@ -1,0 +1,1 @@
+"""What arithmetic and small measurements say of a machine. Must not import a framework."""

@@ -1,0 +1,1 @@
+"""What a set of results says: the console, tables. Reads results; starts and computes nothing."""

@@ -1,0 +1,1 @@
+"""What a run leaves behind: records, the result, metrics, tracking. Must not import a framework."""

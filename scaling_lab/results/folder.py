@@ -1,0 +1,134 @@
+"""The run folder: what lies where, and how it gets there whole. Owns file names; knows no metric and no process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scaling_lab.config import experiment_from, to_plain
+from scaling_lab.errors import ConfigError, LabError
+from scaling_lab.plan.experiment import Experiment
+from scaling_lab.plan.plan import Plan
+from scaling_lab.results.records import RecordFile
+
+EXPERIMENT, PLAN, RECORDS, RESULT = "experiment.yaml", "plan.json", "records.jsonl", "result.json"
+
+#: Keys of experiment.yaml that speak to Hydra, so that the file alone is a config it can run.
+FOR_HYDRA = ("defaults", "hydra")
+
+
+class RunFolder:
+    """One run's folder, made by `create`. Every write is whole or not at all; a failing one is a LabError."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path) -> RunFolder:
+        """Make the folder. Raises ConfigError where it cannot be written or already holds a finished run."""
+        path = Path(path).absolute()
+        if (path / RESULT).exists():
+            raise ConfigError(
+                f"{path} already holds a finished run ({RESULT}): choose another folder with hydra.run.dir=FOLDER."
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            probe = path / f".{os.getpid()}.probe"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the run folder {path}: {error.strerror or error}. Set hydra.run.dir=FOLDER."
+            ) from None
+        leftover = path / RECORDS
+        leftover.unlink(missing_ok=True)  # of a run that was killed before it had a result
+        return cls(path)
+
+    def write_experiment(self, experiment: Experiment) -> None:
+        """The resolved config, with the command that runs it again at its head."""
+        write_whole(self.path / EXPERIMENT, _experiment_text(experiment, self.path))
+
+    def write_plan(self, plan: Plan) -> None:
+        """Every decision, as `config.plan_from` reads it."""
+        write_whole(self.path / PLAN, json.dumps(to_plain(plan), indent=1) + "\n")
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """The result, once. Raises LabError where there is one already."""
+        if (self.path / RESULT).exists():
+            raise LabError(f"{self.path / RESULT} exists already: a result is written once.")
+        write_whole(self.path / RESULT, json.dumps(result, indent=1, allow_nan=False) + "\n")
+
+    def open_records(self) -> RecordFile:
+        """The file that records are appended to."""
+        return RecordFile(self.path / RECORDS)
+
+
+def read_experiment(path: Path) -> Experiment:
+    """The experiment of a run folder, as `RunFolder.write_experiment` wrote it."""
+    plain = yaml.safe_load((path / EXPERIMENT).read_text())
+    return experiment_from(_unescape({key: value for key, value in plain.items() if key not in FOR_HYDRA}))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that readers, and a crash, see all of it or nothing of it. Raises LabError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise LabError(f"cannot write {path}: {error.strerror or error}.") from None
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name itself survive a crash of the machine."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _experiment_text(experiment: Experiment, folder: Path) -> str:
+    name = f"{experiment.backend.name}-{experiment.sharding.name}"
+    hydra = {
+        "defaults": ["_self_", {"override hydra/job_logging": "disabled"}],
+        "hydra": {
+            "run": {"dir": f"runs/${{now:%Y-%m-%d}}/${{now:%H-%M-%S}}-{name}"},
+            "output_subdir": None,
+            "job": {"chdir": False},
+        },
+    }
+    head = (
+        "# For: running this experiment again exactly as it was resolved.\n"
+        f"# Command: scaling-lab run --config-path {shlex.quote(str(folder))} --config-name {Path(EXPERIMENT).stem}\n"
+        "# Expect: a new run folder under runs/; overrides work as ever.\n"
+    )
+    body = _escape(to_plain(experiment))
+    return head + "".join(yaml.safe_dump(part, sort_keys=False, width=120, allow_unicode=True) for part in (body, hydra))
+
+
+def _escape(value: Any) -> Any:
+    """Text that OmegaConf would take for an interpolation, written so that it stays text."""
+    return _each_text(value, lambda text: text.replace("${", "\\${"))
+
+
+def _unescape(value: Any) -> Any:
+    return _each_text(value, lambda text: text.replace("\\${", "${"))
+
+
+def _each_text(value: Any, change: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _each_text(inner, change) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_each_text(inner, change) for inner in value]
+    return change(value) if isinstance(value, str) else value

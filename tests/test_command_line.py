@@ -1,0 +1,66 @@
+"""The command line as a user types it, in real processes: exit codes, one message, no traceback."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def scaling_lab(*arguments: str, cwd, timeout: float = 120):
+    command = [sys.executable, "-m", "scaling_lab", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rnu"], ["rnu", "did you mean run?"]),
+        (["draw", "modle=tiny"], ["modle", "did you mean model?"]),
+        (["draw", "model=tinny"], ["model=tinny", "did you mean tiny?"]),
+        (["draw", "model.layrs=3"], ["model.layrs", "did you mean model.layers?"]),
+        (["draw", "+model.layrs=3"], ["model.layrs", "did you mean layers?"]),
+        (["draw", "workload.steps=many"], ["workload.steps='many'", "valid integer"]),
+        (["draw", "workload.remat=ful"], ["workload.remat='ful'", "did you mean full?"]),
+        (["draw", "model.layers=0"], ["model.layers=0", "greater than or equal to 1"]),
+        (["draw", "model.layers"], ["model.layers", "KEY=VALUE"]),
+        (["draw", "hydra/launcher=jblib"], ["hydra/launcher=jblib", "no such choice"]),
+        (["draw", "sharding.weights.embed=[fsdq]"], ["sharding.weights.embed", "did you mean fsdp?"]),
+        (["show"], ["needs the path"]),
+        (["show", "no/such/run"], ["no/such/run"]),
+    ],
+)
+def test_a_wrong_request_is_one_message_and_exit_code_2(tmp_path, arguments, words):
+    done = scaling_lab(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    for word in words:
+        assert word in done.stderr
+    assert done.stderr.count("scaling-lab:") == 1
+    assert list(tmp_path.iterdir()) == [], "a wrong request that starts nothing leaves nothing behind"
+
+
+def test_an_infeasible_request_exits_2_and_names_both_numbers_and_the_key(tmp_path):
+    done = scaling_lab("draw", "model.vocab=257", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "vocab 257 over 2" in done.stderr
+    assert "model.vocab=258" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_draw_shows_the_mesh_the_roles_and_the_bytes_and_starts_nothing(tmp_path):
+    done = scaling_lab("draw", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for word in ("fsdp", "tensor parallel", "853,120", "simulated"):
+        assert word in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hydra_flags_work(tmp_path):
+    done = scaling_lab("run", "--cfg", "job", "model.layers=7", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "layers: 7" in done.stdout
+
+
+def test_usage_is_shown_on_request(tmp_path):
+    assert scaling_lab("--help", cwd=tmp_path).returncode == 0
+    assert scaling_lab(cwd=tmp_path).returncode == 2

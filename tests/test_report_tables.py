@@ -1,0 +1,193 @@
+"""Runs side by side: equal losses are seen to be equal, and nothing that failed or is missing is passed over."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from finished_runs import environment, records, result, run_folder
+from rich.console import Console
+
+from scaling_lab.errors import ConfigError, PlanError, WorkerError
+from scaling_lab.report.agreement import agreements
+from scaling_lab.report.console import open_console, show_table
+from scaling_lab.report.tables import COLUMNS, Run, caption, cells, load_results, markdown, remarks, write_sweep
+
+LOSSES = (5.5, 5.0, 4.5, 4.0, 3.5, 3.0)
+
+
+def run(name: str, found: dict | None, problem: str = "") -> Run:
+    return Run(Path(f"/sweep/{name}"), found, problem)
+
+
+def column(runs: list[Run], title: str) -> list[str]:
+    place = [column.title for column in COLUMNS].index(title)
+    return [row[place] for row in cells(runs)]
+
+
+def same_loss(*results: dict | None) -> list[str]:
+    return column([run(str(index), found) for index, found in enumerate(results)], "same loss")
+
+
+def test_losses_equal_to_rounding_are_said_to_be_equal() -> None:
+    off = 1 + 9e-6
+    other = result({"sharding": "data", "backend": "torch"}, records=records(tuple(loss * off for loss in LOSSES)))
+    assert same_loss(result(), other) == ["reference", "yes, all 6 steps"]
+
+
+def test_losses_that_drift_later_are_equal_for_as_long_as_they_are() -> None:
+    other = result({"sharding": "data"}, records=records((5.5, 5.0, 4.5, 4.0, 3.5 * (1 + 1e-4), 3.0)))
+    assert same_loss(result(), other) == ["reference", "yes, 4 of 6 steps"]
+
+
+def test_losses_that_differ_from_the_start_are_said_to_differ_and_by_how_much() -> None:
+    other = result({"sharding": "data"}, records=records((5.5 * (1 + 2e-5), *LOSSES[1:])))
+    assert same_loss(result(), other) == ["reference", "NO, from step 1 (up to 2.0e-05)"]
+
+
+def test_a_gradient_norm_that_differs_is_enough() -> None:
+    told = records()
+    step = next(record for record in told if record.get("step") == 2)
+    step["grad_norm"] *= 1.01
+    assert same_loss(result(), result({"sharding": "data"}, records=told)) == ["reference", "NO, from step 2 (up to 1.0e-02)"]
+
+
+@pytest.mark.parametrize("key", ["workload.seed", "workload.global_batch", "model.mlp", "data.seed"])
+def test_runs_of_different_tasks_are_not_compared(key: str) -> None:
+    sizes = {"workload.seed": 1, "workload.global_batch": 32, "model.mlp": 512, "data.seed": 1}
+    assert same_loss(result(), result({key: sizes[key]})) == ["reference", "reference"]
+
+
+def test_runs_that_must_learn_the_same_are_compared() -> None:
+    free = [{"workload.accumulation": 2}, {"workload.remat": "full"}, {"workload.untimed_steps": 1}, {"mesh.hosts": 2}]
+    assert same_loss(result(), *map(result, free)) == ["reference", *["yes, all 6 steps"] * 4]
+
+
+def test_corpora_that_differ_are_not_compared() -> None:
+    told = [{**record, "corpus": {"sha256": "other"}} if record["kind"] == "done" else record for record in records()]
+    assert same_loss(result(), result(records=told)) == ["reference", "reference"]
+
+
+def test_the_reference_is_the_first_run_that_is_ok() -> None:
+    failed = result(error=WorkerError("killed"))
+    assert same_loss(failed, None, result(), result({"sharding": "data"})) == ["-", "-", "reference", "yes, all 6 steps"]
+
+
+def test_a_loss_that_is_no_number_agrees_with_nothing() -> None:
+    other = result({"sharding": "data"}, records=records((5.5, float("nan"), *LOSSES[2:])))
+    (_, agreement) = agreements([result(), other])
+    assert agreement is not None
+    assert not agreement.is_equal
+    assert agreement.equal_steps == 1
+
+
+def test_a_row_has_the_numbers_of_its_run() -> None:
+    (row,) = cells([run("0", result())])
+    expected = {
+        "backend": "jax",
+        "table": "fsdp_tensor",
+        "mesh": "fsdp 4 x tensor 2",
+        "status": "ok",
+        "loss": "3.000000",
+        "grad norm": "1.50000",
+        "val. loss": "3.250000",
+        "same loss": "reference",
+        "tokens/s": "16,384",
+        "step": "250 ms",
+        "MFU": "50 %",
+        "memory/device": "1000 B",
+        "compile": "4 s",
+    }
+    assert dict(zip([column.title for column in COLUMNS], row, strict=True)) == expected
+
+
+def test_the_caption_says_that_devices_are_simulated_only_where_they_are() -> None:
+    real = result(environment=environment(simulated=False))
+    assert caption([run("0", real)]) == "1 run of tiny"
+    assert "; on simulated devices that share one processor" in caption([run("0", result())])
+    assert "; 1 of them on simulated devices" in caption([run("0", real), run("1", result())])
+
+
+def test_what_failed_is_infeasible_or_missing_is_in_the_table_with_its_reason() -> None:
+    infeasible = result(plan=None, records=(), error=PlanError("50257 over 8"), peak=None)
+    runs = [
+        run("0", result()),
+        run("1", infeasible),
+        run("2", result(error=WorkerError("killed"))),
+        run("3", None, "it has not ended"),
+    ]
+    assert column(runs, "status") == ["ok", "infeasible", "failed", "no result"]
+    assert column(runs, "loss")[1] == "-"
+    assert remarks(runs) == ["1 (infeasible): 50257 over 8", "2 (failed): killed", "3 (no result): it has not ended"]
+
+
+def test_on_a_console_that_is_a_file_the_table_is_whole_and_plain() -> None:
+    file = io.StringIO()
+    show_table(open_console(file), [run("0", result()), run("1", result({"sharding": "data", "backend": "torch"}))])
+    lines = file.getvalue().splitlines()
+    assert all(column.title in lines[2] for column in COLUMNS)
+    assert lines[4].startswith("torch")
+    assert "yes, all 6 steps" in lines[4]
+    assert "\x1b" not in file.getvalue()
+
+
+def test_on_a_narrow_terminal_no_digit_of_a_loss_is_cut() -> None:
+    file = io.StringIO()
+    show_table(Console(file=file, force_terminal=True, width=60, _environ={"TERM": "xterm"}), [run("0", result())])
+    assert "3.000000    1.50000   3.250000  reference" in file.getvalue()
+
+
+def test_results_are_found_under_runs_and_sweeps_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for name in ("10-jax-data", "2-jax-fsdp", "1-torch-data"):
+        run_folder(tmp_path / "sweep" / name)
+    runs = load_results([tmp_path / "sweep"])
+    assert [found.folder.name for found in runs] == ["1-torch-data", "2-jax-fsdp", "10-jax-data"]
+    assert runs[0].result == result()
+    one = tmp_path / "sweep" / "2-jax-fsdp"
+    assert load_results([one, one / "result.json", tmp_path]) == [runs[1], runs[0], runs[2]]
+
+
+def test_a_run_without_a_result_is_listed_and_an_unreadable_one_too(tmp_path: Path) -> None:
+    for name, text in (("1", None), ("2", "{torn"), ("3", "[]")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "records.jsonl").write_text("")
+        if text is not None:
+            (folder / "result.json").write_text(text)
+    (tmp_path / "no run at all").mkdir()
+    runs = load_results([tmp_path])
+    assert [found.status for found in runs] == ["no result"] * 3
+    assert "killed" in runs[0].reason
+    assert "cannot be read" in runs[1].reason
+    assert "not a result of this lab" in runs[2].reason
+
+
+def test_a_path_that_is_wrong_is_one_message(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no such path: .*nowhere"):
+        load_results([tmp_path / "nowhere"])
+    with pytest.raises(ConfigError, match="no run under"):
+        load_results([tmp_path])
+
+
+def test_a_sweep_is_written_with_every_metric_at_full_precision(tmp_path: Path) -> None:
+    run_folder(tmp_path / "0-jax")
+    run_folder(tmp_path / "1-jax", sharding="data")
+    csv_path, md_path = write_sweep(tmp_path, load_results([tmp_path]))
+    assert (csv_path.name, md_path.name) == ("sweep.csv", "sweep.md")
+    first, second = csv.DictReader(csv_path.read_text().splitlines())
+    assert (first["run"], first["status"], first["simulated"]) == ("0-jax", "ok", "True")
+    assert json.loads(first["mfu_causal"]) == result()["measured"]["mfu_causal"]
+    assert (second["sharding"], second["agreeing_steps"], second["largest_difference"]) == ("data", "6", "0.0")
+    text = md_path.read_text()
+    assert "simulated devices" in text.splitlines()[0]
+    assert "| jax | data | data 8 | ok | 3.000000 | 1.50000 | 3.250000 | yes, all 6 steps | 16,384 |" in text
+
+
+def test_markdown_survives_a_bar_and_a_line_break_in_a_message() -> None:
+    text = markdown([run("0", result(error=WorkerError("a | b\nsecond line")))])
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.replace("\\|", "").count("|") for line in rows}) == 1
+    assert "0 (failed): a | b  \nsecond line" in text
