@@ -1,7 +1,7 @@
 """Reference: that `reference_jax.py` and `reference_torch.py` are the same computation.
 
-Both get the same weights and batches and take three steps; loss and gradient norm must agree to 1e-5 (relative). Part of
-the frozen references: it imports nothing from `scaling_lab`.
+Both get the same weights and batches and take three steps; loss and gradient norm must agree to 1e-5 (relative). Part
+of the frozen references: it imports nothing from `scaling_lab`.
 
     python benchmarks/reference_check.py --check
 """
@@ -65,8 +65,12 @@ def run_torch(size, tokens, labels, lr, compile):
         yield metrics["loss"].item(), metrics["grad_norm"].item()
 
 
-def check(size, *, batch=4, sequence=64, steps=3, lr=1e-2, devices=2, compile=False):
-    """All variants against torch eager: a list of (name, losses and norms, largest relative difference)."""
+def check(size, *, batch=4, sequence=64, steps=3, lr=3e-4, devices=2, compile=False):
+    """All variants against torch eager: a list of (name, losses and norms, largest relative difference).
+
+    `lr` is the references' own. Adam's first steps are lr * sign(gradient), so at 1e-2 the rounding of gradients near zero
+    alone moves the norm by 7e-5 in float32; cast to float64, plain attention agrees to 1e-14 there too.
+    """
     data = *batches(size, batch, sequence, steps), lr
     runs = {"torch eager": np.array(list(run_torch(size, *data, False)))}  # (steps, 2)
     for attention, scan in itertools.product(("fused", "plain"), (False, True)):

@@ -1,7 +1,7 @@
 """Reference: a plain nanoGPT-style trainer in PyTorch, in one file.
 
-This is what the training runs of `scaling_lab` are measured against for quality. It imports nothing from the package and
-shares no code with it. It is frozen: written without sight of the package, committed before it and not tuned since.
+This is what the training runs of `scaling_lab` are measured against for quality. It imports nothing from the package
+and shares no code with it. It is frozen: written without sight of the package, committed before it, not tuned since.
 
 A byte-level GPT-2: LayerNorm with bias, learned positions, tanh-approximated GELU, biases everywhere but in the head,
 which is tied to the embedding. Trained on random windows of the first 90 % of the text; the last 10 % are for

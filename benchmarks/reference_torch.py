@@ -4,9 +4,9 @@ This is what `scaling_lab` is measured against. It imports nothing from the pack
 frozen: written without sight of the package, committed before it and not tuned since, so that a ratio means something.
 
 The model and the step are those of `reference_jax.py`: a pre-norm decoder with RMSNorm, rotary positions in the
-half-split ("rotate_half") pairing, grouped-query attention, SwiGLU, no biases, untied head, float32. The loss is the sum
-of the cross-entropies of the labels that are not -1, divided by their number. AdamW decays matrices (the embedding and
-the head too), not norms.
+half-split ("rotate_half") pairing, grouped-query attention, SwiGLU, no biases, untied head, float32. The loss is the
+sum of the cross-entropies of the labels that are not -1, divided by their number. AdamW decays matrices (the embedding
+and the head too), not norms.
 
 Shapes: B batch, T sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V vocab.
 

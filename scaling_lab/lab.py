@@ -84,7 +84,7 @@ def _carry_out(request: Request, folder: RunFolder, facts: dict[str, Any]) -> No
         progress.record(record)
 
     try:
-        local.run(experiment, plan, folder.path, on_record)
+        facts["records"] += local.run(experiment, plan, folder.path, on_record)  # the last word of every process
     finally:
         progress.close()
         records.close()

@@ -37,15 +37,15 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def keys_of(backend: str, **keys: Any) -> dict[str, Any]:
-    """A small Llama-like model on text over 4 devices, endless unless said otherwise."""
+    """A small Llama-like model over 4 torch or 2 JAX devices, endless unless said otherwise."""
     return {
         "backend": backend,
         "data": "synthetic",
-        "model.layers": 2,
+        "model.layers": 1,
         "model.embed": 32,
         "model.mlp": 64,
         "model.head_dim": 8,
-        "mesh.devices": 4,
+        "mesh.devices": 4 if backend == "torch" else 2,
         "workload.global_batch": 4,
         "workload.sequence": 16,
         "workload.steps": 10**7,
@@ -75,7 +75,12 @@ def pids_of(records: list[dict[str, Any]]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("backend", "keys"),
-    [("jax", {"mesh.devices": 8}), ("jax", {"mesh.hosts": 2}), ("torch", {"mesh.devices": 8}), ("torch", {"mesh.hosts": 2})],
+    [
+        ("jax", {"mesh.devices": 8}),
+        ("jax", {"mesh.devices": 4, "mesh.hosts": 2}),
+        ("torch", {"mesh.devices": 8}),
+        ("torch", {"mesh.hosts": 2}),
+    ],
 )
 def test_a_job_finishes_with_every_process_done_and_nothing_left(tmp_path, mark, backend, keys):
     evaluation = {"workload.evaluation": {"every": 2, "batches": 2}}

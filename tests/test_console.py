@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -146,12 +148,23 @@ def test_time_left_is_the_recent_median_times_the_steps_and_evaluations_left() -
     assert progress.left_s() == pytest.approx(70 * 0.5 + 2 * 4.0)  # at step 100, and at the last
 
 
+def read_all(terminal: int) -> str:
+    """What is written to a terminal until its other end is closed, which Linux tells as an error."""
+    text = b""
+    with contextlib.suppress(OSError):
+        while data := os.read(terminal, 4096):
+            text += data
+    return text.decode()
+
+
 def test_on_a_terminal_there_is_a_bar_with_loss_and_speed_that_goes_away() -> None:
     leader, follower = pty.openpty()
-    with os.fdopen(follower, "w") as terminal:
+    with ThreadPoolExecutor() as threads, os.fdopen(follower, "w") as terminal:
+        reading = threads.submit(read_all, leader)
         assert open_console(terminal).is_terminal
         run_progress(Console(file=terminal, force_terminal=True, width=120, highlight=False, _environ={"TERM": "xterm"}))
-        text = os.read(leader, 1 << 16).decode()
+        terminal.close()
+        text = reading.result(timeout=30)
     os.close(leader)
     assert "\x1b[" in text
     assert "loss 3.0000" in text

@@ -88,6 +88,11 @@ def test_memory_is_that_of_the_fullest_process_and_nothing_is_counted_twice() ->
     assert measured["resident_bytes"] == 10_000
 
 
+def test_parts_of_the_memory_are_kept_where_its_peak_is_unknown() -> None:
+    told = [{**done(process), "bytes_per_device": {"total": None, "parameters": 10 + process}} for process in range(2)]
+    assert result(records=told)["measured"]["bytes_per_device"] == {"total": None, "parameters": 11}
+
+
 def test_unknown_memory_is_null() -> None:
     told = [*records()[:-1], {**done(), "bytes_per_device": {"total": None}, "resident_bytes": None}]
     measured = result(records=told)["measured"]

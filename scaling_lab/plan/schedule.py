@@ -10,8 +10,8 @@ from scaling_lab.plan.experiment import Optimizer
 def learning_rate(optimizer: Optimizer, steps: int, step: int) -> float:
     """Learning rate of optimizer step `step` (0 is the first) of a run of `steps`.
 
-    Warm-up rises linearly, lr x (step + 1) / warmup_steps; then the schedule falls from lr towards final_lr_fraction x lr, which
-    it would reach at step `steps` and keeps from there on.
+    Warm-up rises linearly, lr x (step + 1) / warmup_steps; then the schedule falls from lr towards final_lr_fraction x lr,
+    which it would reach at step `steps` and keeps from there on.
     """
     warmup = optimizer.warmup_steps
     if step < warmup:

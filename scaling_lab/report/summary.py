@@ -98,7 +98,7 @@ def memory_words(result: Result) -> str:
     """Measured bytes where the platform can say, else the plan's; and how much the processes had resident."""
     found, planned = at(result, "measured.bytes_per_device") or {}, at(result, "plan.bytes_per_device.total")
     parts = ", ".join(f"{name} {size(value)}" for name, value in found.items() if name != "total" and value)
-    known = f"{size(found['total'])} ({parts})" if found.get("total") and parts else size(found.get("total"))
+    known = f"{size(found['total'])} ({parts})" if parts else size(found.get("total"))
     resident = at(result, "measured.resident_bytes")
     held = "" if resident is None else f"; {size(resident)} resident in all processes"
     return f"{known}; planned {size(planned)}{held}"

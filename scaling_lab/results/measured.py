@@ -117,11 +117,12 @@ def _is_finite(value: Any) -> bool:
 
 def _largest(found: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
     """The bytes of the process whose device holds most: no process may hide behind another."""
-    largest: dict[str, Any] = {"total": None}
-    for entry in found:
-        if entry and (entry.get("total") or 0) > (largest["total"] or 0):
-            largest = entry
-    return dict(largest)
+    known = [entry for entry in found if entry]
+
+    def held(entry: Any) -> float:
+        return entry.get("total") or sum(value for value in entry.values() if value)
+
+    return {"total": None, **max(known, key=held)} if known else {"total": None}
 
 
 def _median(found: list[float]) -> float | None:

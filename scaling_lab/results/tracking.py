@@ -164,7 +164,7 @@ def _check_online(wandb: Any) -> None:
     def probe() -> None:
         asked = urllib.request.Request(url, query, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(asked, timeout=PROBE_LIMIT_S) as answer:
+            with urllib.request.urlopen(asked, timeout=2 * PROBE_LIMIT_S) as answer:  # this thread is given up before
                 answer.read(1)
             failure.clear()
         except urllib.error.HTTPError:

@@ -37,7 +37,9 @@ def choices(model: str, table: str, backend: str, accumulation: int = 1, **more:
     }
 
 
-def ragged_batches(vocab: int = SMALL["vocab"], sequence: int = SEQUENCE, rows: int = ROWS) -> list[tuple[np.ndarray, np.ndarray]]:
+def ragged_batches(
+    vocab: int = SMALL["vocab"], sequence: int = SEQUENCE, rows: int = ROWS
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """(tokens, labels) for each step. Rows keep 0 to all of their tokens; rows 2 and 3 of every batch, all of one device's, none."""
     random = np.random.default_rng(7)
     batches = []
@@ -60,7 +62,7 @@ class Outcome:
     weights: dict[str, np.ndarray]
 
 
-def run_session(session: Session, job: Job, batches: list[tuple[np.ndarray, np.ndarray]]) -> Outcome:
+def run_session(session: Session, job: Job, batches: Batches) -> Outcome:
     """Gradients of the first batch, then one step a batch."""
     local = [local_batch(job, tokens, labels) for tokens, labels in batches]
     session.prepare(local[0])

@@ -9,18 +9,20 @@ import functools
 from pathlib import Path
 
 import pytest
+from cases import Outcome, choices, differences, ragged_batches, run_session
+from experiments import CONF, FOUND, plain
 
 from scaling_lab.backends.contract import Job
 from scaling_lab.config import experiment_from
 from scaling_lab.errors import PlanError
 from scaling_lab.plan.plan import make_plan
-from cases import Outcome, choices, differences, ragged_batches, run_session
-from experiments import CONF, FOUND, plain
 
 TABLES = sorted(path.stem for path in Path(CONF / "sharding").glob("*.yaml"))
 #: Meshes on which a table's own automatic mesh would hide one of its axes.
 MESHES = {"hsdp": "data2_fsdp4"}
 MODELS = ("llama", "gpt2")
+#: Tables that split neither the vocabulary, the mlp nor the sequence, and so take any size of those.
+WHOLE_TABLES = ("single", "data", "zero1", "zero2", "fsdp", "hsdp")
 AWKWARD = {"model.layers": 3, "model.vocab": 257, "model.mlp": 100, "workload.sequence": 15}
 
 
@@ -88,7 +90,9 @@ def test_awkward_sizes_are_equal_or_refused_while_planning(table, model, backend
     except PlanError as refusal:
         assert any(f"{number} over" in str(refusal) for number in (257, 100, 15)), refusal
         return
-    assert table in ("single", "data", "zero1", "zero2", "fsdp", "hsdp"), "only tables that split neither vocab, mlp nor sequence"
+    assert table in ("single", "data", "zero1", "zero2", "fsdp", "hsdp"), (
+        "only tables that split neither vocab, mlp nor sequence"
+    )
     run = run_jax if backend == "jax" else request.getfixturevalue("torch_pool")
     assert differences(run(wanted, batches_of(True)), reference(model, True)) == []
 
@@ -99,5 +103,7 @@ def test_the_comparison_sees_a_wrong_gradient_and_a_wrong_loss():
     right = reference("llama")
     scaled = {name: value * 1.001 if name == "head.weight" else value for name, value in right.gradients.items()}
     assert differences(Outcome(right.losses, right.grad_norms, scaled, right.weights), right)
-    assert differences(Outcome([loss * 1.0001 for loss in right.losses], right.grad_norms, right.gradients, right.weights), right)
+    assert differences(
+        Outcome([loss * 1.0001 for loss in right.losses], right.grad_norms, right.gradients, right.weights), right
+    )
     assert differences(right, right) == []

@@ -1,8 +1,8 @@
 """Causal self-attention, in two forms with one meaning: `plain` (softmax written out) and `fused` (scores never kept whole).
 
 Softmax is in float32 whatever the compute dtype. Must not know meshes or layouts.
-Shapes: query [batch, sequence, heads, head_dim]; key, value [batch, sequence, kv_heads, head_dim]; heads = kv_heads x group, query
-head h reading key head h // group; the result is shaped as the query.
+Shapes: query [batch, sequence, heads, head_dim]; key, value [batch, sequence, kv_heads, head_dim]; heads = kv_heads x group,
+query head h reading key head h // group; the result is shaped as the query.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from scaling_lab.backends.jax.remat import ATTENTION_NORMALISER, ATTENTION_OUTPUT
 
 #: Causal query blocks on CPU: n blocks compute (n + 1) / 2n of the scores; more of them are more, smaller products.
-MAX_BLOCKS, MIN_BLOCK = 8, 64
+MAX_BLOCKS, MIN_BLOCK = 4, 128
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, *, form: str, platform: str) -> jax.Array:
@@ -30,7 +30,7 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, *, form: str, pla
 
 def plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """softmax(query key' / sqrt(head_dim)) value, over keys no later than the query."""
-    batch, sequence, heads, head_dim = query.shape
+    batch, sequence, _, head_dim = query.shape
     grouped = query.reshape(batch, sequence, key.shape[2], -1, head_dim)  # (batch, sequence, kv_heads, group, head_dim)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32) * head_dim**-0.5
     scores = jnp.where(jnp.tril(jnp.ones((sequence, sequence), bool)), scores, -jnp.inf)
@@ -90,9 +90,7 @@ def _backward(saved, gradient):
     for block in _blocks(query.shape[1]):
         keys = slice(0, block.stop)
         weights = jnp.exp(_scores(q, k, block) - normaliser[:, :, :, block, None])
-        d_weights = jnp.einsum(
-            "bkgtd,bksd->bkgts", d_out[:, :, :, block], v[:, :, keys], preferred_element_type=jnp.float32
-        )
+        d_weights = jnp.einsum("bkgtd,bksd->bkgts", d_out[:, :, :, block], v[:, :, keys], preferred_element_type=jnp.float32)
         d_scores = (weights * (d_weights - shared[:, :, :, block, None]) * q.shape[-1] ** -0.5).astype(query.dtype)
         d_query.append(jnp.einsum("bkgts,bksd->bkgtd", d_scores, k[:, :, keys]))
         sums = partial(jnp.einsum, "bkgts,bkgtd->bksd", preferred_element_type=jnp.float32)

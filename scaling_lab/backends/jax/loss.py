@@ -10,8 +10,8 @@ import jax.numpy as jnp
 def cross_entropy_sum(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Sum over labels >= 0 of logsumexp(logits) - logits[label]: a float32 scalar.
 
-    logits: [batch, sequence, vocab]; labels: [batch, sequence]. Written with a mask over the vocabulary, not a lookup, so that it
-    stays local where the vocabulary is split; the gradient is one pass, softmax minus the mask.
+    logits: [batch, sequence, vocab]; labels: [batch, sequence]. Written with a mask over the vocabulary, not a lookup, so that
+    it stays local where the vocabulary is split; the gradient is one pass, softmax minus the mask.
     """
     return _forward(logits, labels)[0]
 

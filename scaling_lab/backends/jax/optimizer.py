@@ -1,7 +1,8 @@
 """AdamW and SGD with optax, global-norm clipping, and where their state lies. Knows nothing of the model or the loss.
 
-Sums are in float32 (or the wider gradients' dtype); state and weights are stored in the parameters' dtype. The learning rate is an argument of each step.
-Numbers as torch's: eps outside the square root; SGD adds decay to the gradient and has no dampening.
+Updates are computed in the gradients' dtype (`products.gradient_dtype`); state and weights are stored in the parameters'
+dtype. The learning rate is an argument of each step, so that both backends take the same number. Numbers as torch's: eps
+outside the square root; SGD adds decay to the gradient and has no dampening.
 """
 
 from __future__ import annotations

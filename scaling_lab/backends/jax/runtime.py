@@ -27,8 +27,13 @@ def join(job: Job) -> Mesh:
         _initialize(job)
     devices = _devices(job.plan)
     _check_own(job, devices)
-    shape = job.plan.mesh.shape
-    return Mesh(np.array(devices, dtype=object).reshape(shape), job.plan.mesh.names, axis_types=(AxisType.Auto,) * len(shape))
+    return mesh_of(job.plan, devices)
+
+
+def mesh_of(plan: Plan, devices: list[jax.Device]) -> Mesh:
+    """The plan's mesh over these devices, row-major, every axis left to the partitioner between constraints (Auto)."""
+    shape = plan.mesh.shape
+    return Mesh(np.array(devices, dtype=object).reshape(shape), plan.mesh.names, axis_types=(AxisType.Auto,) * len(shape))
 
 
 def leave(job: Job) -> None:

@@ -9,10 +9,12 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from scaling_lab.backends.initial import initial_values
 from scaling_lab.errors import WorkerError
@@ -104,8 +106,8 @@ def place(
     """A global array of which this process makes only its own parts; `part` gets slices with explicit start and stop."""
     made: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
-    def local(index: tuple[slice, ...]) -> np.ndarray:
-        bounds = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+    def local(index: tuple[slice, ...] | None) -> np.ndarray:
+        bounds = tuple(s.indices(size)[:2] for s, size in zip(index or (), shape, strict=True))
         if bounds not in made:
             made[bounds] = np.asarray(part(tuple(slice(*b) for b in bounds)), dtype)
         return made[bounds]
@@ -132,11 +134,15 @@ def place_batch(placement: Placement, rows: tuple[int, ...], local: np.ndarray) 
     return place(shape, placement.batch, np.dtype(np.int32), part)
 
 
-def check_placed(arrays: Iterable[tuple[str, jax.Array]], expected: Mapping[str, NamedSharding]) -> None:
-    """Refuse an array that does not lie where the plan put it: JAX would copy it to all devices in every step, silently."""
-    for name, array in arrays:
-        if array.sharding != expected[name] and not array.sharding.is_equivalent_to(expected[name], array.ndim):
-            raise WorkerError(f"{name} lies as {array.sharding}, but the plan says {expected[name]}")
+def check_placed(arrays: Any, expected: Any) -> None:
+    """Refuse an array that does not lie where the plan put it: JAX would copy it to all devices in every step, silently.
+
+    arrays, expected: trees of one structure, of arrays and of their shardings.
+    """
+    for (path, array), planned in zip(tree_leaves_with_path(arrays), jax.tree.leaves(expected), strict=True):
+        if array.sharding != planned and not array.sharding.is_equivalent_to(planned, array.ndim):
+            name = keystr(path, simple=True, separator=".")
+            raise WorkerError(f"{name} lies as {array.sharding}, but the plan says {planned}")
 
 
 def layout_of(array: jax.Array) -> Layout:

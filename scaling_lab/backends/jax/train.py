@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -51,19 +52,23 @@ def loss_and_gradients(experiment: Experiment, on: Placement) -> Callable[..., t
     def compute(weights: Arrays, tokens: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, Arrays]:
         valid = (labels >= 0).sum()
         count = jnp.maximum(valid, 1).astype(jnp.float32)
-        total = one(weights, tokens[0], labels[0], count)
-        if tokens.shape[0] > 1:
+        if tokens.shape[0] == 1:
+            loss, gradients = one(weights, tokens[0], labels[0], count)
+            return loss, valid, gradients
 
-            def accumulate(total, microbatch):
-                return jax.tree.map(jnp.add, total, one(weights, *microbatch, count)), None
+        def accumulate(total, microbatch):
+            return jax.tree.map(jnp.add, total, one(weights, microbatch[0], microbatch[1], count)), None
 
-            total, _ = jax.lax.scan(accumulate, total, (tokens[1:], labels[1:]))
-        return total[0], valid, total[1]
+        nothing = {name: on.constrain_weight(jnp.zeros(w.shape, dtype), name, "gradients") for name, w in weights.items()}
+        (loss, gradients), _ = jax.lax.scan(accumulate, (jnp.zeros((), jnp.float32), nothing), (tokens, labels))
+        return loss, valid, gradients
 
     return compute
 
 
-def train_step(experiment: Experiment, on: Placement, transform: Any) -> Callable[..., tuple[Arrays, Any, dict[str, jax.Array]]]:
+def train_step(
+    experiment: Experiment, on: Placement, transform: Any
+) -> Callable[..., tuple[Arrays, Any, dict[str, jax.Array]]]:
     """A pure function (weights, state, tokens, labels, lr) -> (weights, state, metrics)."""
     compute = loss_and_gradients(experiment, on)
     clip = experiment.workload.optimizer.clip
@@ -140,13 +145,12 @@ class JaxSession:
         return Dispatched(metrics, (self._weights, self._state))
 
     def _check_placed(self) -> None:
-        sharding.check_placed(self._made().items(), self._weight_shardings)
-        leaves = jax.tree_util.tree_leaves_with_path(self._state)
-        expected = dict(zip((p for p, _ in leaves), jax.tree.leaves(self._state_shardings), strict=True))
-        sharding.check_placed(leaves, expected)
+        sharding.check_placed(self._made(), self._weight_shardings)
+        sharding.check_placed(self._state, self._state_shardings)
 
     def _placed(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return tuple(sharding.place_batch(self._on, self._job.rows, part) for part in (batch.tokens, batch.labels))
+        place = partial(sharding.place_batch, self._on, self._job.rows)
+        return place(batch.tokens), place(batch.labels)
 
     def _made(self) -> Arrays:
         if self._weights is None:

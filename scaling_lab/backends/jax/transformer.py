@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh
 
 from scaling_lab.backends.jax.attention import attend
 from scaling_lab.backends.jax.products import lookup, product, use
 from scaling_lab.backends.jax.remat import rematerialise
 from scaling_lab.backends.jax.rotary import rotary, rotary_tables
+from scaling_lab.backends.jax.runtime import mesh_of
 from scaling_lab.backends.jax.sharding import Arrays, Placement, place_values
 from scaling_lab.plan.experiment import Experiment
 from scaling_lab.plan.plan import Found, make_plan
@@ -40,7 +41,7 @@ class Decoder(nnx.Module):
         self.embed = Embedding(on)
         self.layers = Layer(experiment, on)
         self.final_norm = Norm(experiment, on, "final_norm")
-        self.head = Head(experiment, on)
+        self.head = Head(on)
 
     def __call__(self, tokens):
         x = self.on.constrain(self.embed(tokens), RESIDUAL)  # (b, t, e)
@@ -109,6 +110,15 @@ class Norm(nnx.Module):
 class Attention(nnx.Module):
     """x (b, t, e) -> (b, t, e): query head h attends with key and value head h // (heads / kv_heads)."""
 
+    query: Any
+    query_bias: Any
+    key: Any
+    key_bias: Any
+    value: Any
+    value_bias: Any
+    output: Any
+    output_bias: Any
+
     def __init__(self, experiment: Experiment, on: Placement):
         self.on, self.form = on, experiment.backend.attention
         for name in ("query", "key", "value", "output"):
@@ -131,6 +141,13 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """x (b, t, e) -> (b, t, e): SwiGLU where there is a gate, else GELU in GPT-2's tanh form."""
 
+    gate: Any
+    gate_bias: Any
+    up: Any
+    up_bias: Any
+    down: Any
+    down_bias: Any
+
     def __init__(self, on: Placement):
         self.on = on
         for name in ("gate", "gate_bias", "up", "up_bias", "down", "down_bias"):
@@ -150,7 +167,7 @@ class Mlp(nnx.Module):
 class Head(nnx.Module):
     """x (b, t, e) -> logits (b, t, v), with its own weight or the embedding's table."""
 
-    def __init__(self, experiment: Experiment, on: Placement):
+    def __init__(self, on: Placement):
         self.on = on
         self.weight = described(on, "head.weight")
 
@@ -160,10 +177,12 @@ class Head(nnx.Module):
         return product(self.on, "bte,ev->btv", x, self.weight)
 
 
-def described(on: Placement, name: str) -> nnx.Param | None:
+def described(on: Placement, name: str) -> Any:
     """A parameter without a value yet, or None where the model has none of that name."""
-    found = on.described.get(name)
-    return found and nnx.Param(jax.ShapeDtypeStruct(found.shape, jnp.dtype(on.precision.params)), parameter=name)
+    if name not in on.described:
+        return None
+    shape = on.described[name].shape
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(on.precision.params)), parameter=name)
 
 
 def _plus(on: Placement, x: jax.Array, bias: nnx.Param | None) -> jax.Array:
@@ -171,7 +190,7 @@ def _plus(on: Placement, x: jax.Array, bias: nnx.Param | None) -> jax.Array:
 
 
 def _unstacked(layers: Layer, count: int) -> list[Layer]:
-    """One module per layer. `lax.split`, because its gradient is one concatenation; that of indexing is a sum of padded copies."""
+    """One module per layer. By `lax.split`: its gradient is one concatenation, that of indexing a sum of padded copies."""
     leaves, structure = jax.tree.flatten(layers)
     slices = zip(*(jax.lax.split(leaf, (1,) * count, axis=0) for leaf in leaves), strict=True)
     return [jax.tree.unflatten(structure, [leaf[0] for leaf in one]) for one in slices]
@@ -192,12 +211,12 @@ def forward(experiment: Experiment, on: Placement) -> Callable[[Arrays, jax.Arra
 
 def logits(experiment: Experiment, weights: Mapping[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
     """Logits (b, t, v), float32, of tokens (b, t) on one device. weights: global arrays by parameter name."""
-    alone = replace(experiment.mesh, **dict.fromkeys(experiment.mesh.order, 1), devices=1, hosts=1, devices_per_host=None)
+    ones: dict[str, Any] = dict.fromkeys(experiment.mesh.order, 1)
+    alone = replace(experiment.mesh, **ones, devices=1, hosts=1, devices_per_host=None)
     workload = replace(experiment.workload, global_batch=tokens.shape[0], sequence=tokens.shape[1], accumulation=1)
     experiment = replace(experiment, mesh=alone, workload=workload)
-    device = jax.devices()[0]
-    plan = make_plan(experiment, Found(device.platform, 1, True, None))
-    mesh = Mesh(np.array([device]).reshape(plan.mesh.shape), plan.mesh.names, axis_types=(AxisType.Auto,) * len(plan.mesh.names))
-    on = Placement(mesh, plan, experiment.workload.precision)
+    devices = jax.devices()[:1]
+    plan = make_plan(experiment, Found(devices[0].platform, 1, True, None))
+    on = Placement(mesh_of(plan, devices), plan, experiment.workload.precision)
     computed = jax.jit(forward(experiment, on))(place_values(on, weights), jnp.asarray(tokens, jnp.int32))
     return np.asarray(computed, np.float32)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import datetime
 import functools
+import importlib
 import os
 import platform
 import shutil
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +40,7 @@ def join(job: Job) -> World:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // job.plan.mesh.devices_per_host))
     if job.experiment.backend.compile:
-        _check_compiler(device)
+        _import_compiler(device)
     if job.plan.mesh.devices == 1:
         return World(device, None, owns_group=False)
     owns_group = not dist.is_initialized()
@@ -121,14 +123,20 @@ def _initialize(job: Job, device: torch.device) -> None:
         ) from error
 
 
-def _check_compiler(device: torch.device) -> None:
-    """torch.compile writes C++ on CPU; without a compiler it fails late and at length."""
+def _import_compiler(device: torch.device) -> None:
+    """torch.compile writes C++ on CPU; without a compiler of that it fails late and at length."""
     names = (os.environ.get("CXX", "g++"), "g++", "clang++")
     if device.type == "cpu" and not any(shutil.which(name) for name in names):
         raise WorkerError(
             "backend.compile=true needs a C++ compiler on CPU, and none was found (g++, clang++ or the environment's CXX). "
             "Install one, or set backend.compile=false."
         )
+    with warnings.catch_warnings():
+        # torch 2.13's compiler still imports what torch itself has deprecated.
+        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
+        importlib.import_module("torch._inductor.compile_fx")
+    # Its tracer looks at the gradients of whatever it meets.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
 
 
 def check_planned(plan: Plan) -> None:

@@ -25,8 +25,8 @@ from scaling_lab.plan.plan import ParameterPlan, Plan
 
 Placements = tuple[Shard | Replicate, ...]
 
-#: Rows over which this backend does not split a computation: attention would see parts of a sequence or of a score.
-WHOLE_ROWS = ("sequence", "head_dim")
+#: Rows over which this backend does not split a computation: norms and attention would see parts of what they sum over.
+WHOLE_ROWS = ("sequence", "embed", "head_dim")
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,35 @@
+"""Eight simulated devices on the processor for every test here: JAX reads both variables once, when it starts."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from experiments import FOUND
+
+from scaling_lab.config import experiment_from
+from scaling_lab.plan.plan import make_plan
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+
+@pytest.fixture(scope="session")
+def torch_pool() -> Iterator[Callable[..., Any]]:
+    """Runs an experiment over 8 gloo ranks that are started once: (plain config, batches) -> `cases.Outcome`."""
+    from cases import Outcome
+    from torch_pool import TorchPool
+
+    with TorchPool(8) as pool:
+
+        def run(config: dict[str, Any], batches: list[Any]) -> Outcome:
+            found = pool.run(config, batches, want=("weights", "gradients"))
+            replicas: dict[str, str] = {}
+            for digests in found["digests"]:
+                for part, digest in digests.items():
+                    assert replicas.setdefault(part, digest) == digest, f"replicas of {part} drifted apart"
+            planned = make_plan(experiment_from(config), FOUND).parameters
+            assert found["layouts"] == {p.parameter.name: p.weights for p in planned}
+            return Outcome(found["losses"], found["grad_norms"], found["gradients"], found["weights"])
+
+        yield run
