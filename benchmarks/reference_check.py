@@ -68,8 +68,8 @@ def run_torch(size, tokens, labels, lr, compile):
 def check(size, *, batch=4, sequence=64, steps=3, lr=3e-4, devices=2, compile=False):
     """All variants against torch eager: a list of (name, losses and norms, largest relative difference).
 
-    `lr` is the references' own. Adam's first steps are lr * sign(gradient), so at 1e-2 the rounding of gradients near zero
-    alone moves the norm by 7e-5 in float32; cast to float64, plain attention agrees to 1e-14 there too.
+    `lr` is the references' own. Adam's first steps are lr * sign(gradient), so at 1e-2 the rounding of gradients near
+    zero alone moves the norm by 7e-5 in float32; cast to float64, plain attention agrees to 1e-14 there too.
     """
     data = *batches(size, batch, sequence, steps), lr
     runs = {"torch eager": np.array(list(run_torch(size, *data, False)))}  # (steps, 2)
