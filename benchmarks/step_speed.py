@@ -77,7 +77,9 @@ def start(variant):
     env = dict(os.environ)
     if variant["name"].startswith("lab"):
         backend, devices = variant["name"].split()[1], 8 if "data 8" in variant["name"] else 1
-        line = subprocess.run([sys.executable, "benchmarks/lab_step.py", backend, str(devices)], capture_output=True, check=True)
+        line = subprocess.run(
+            [sys.executable, "benchmarks/lab_step.py", backend, str(devices)], capture_output=True, check=True
+        )
         env |= json.loads(line.stdout)
     command = [sys.executable, __file__, "--variant", json.dumps(variant)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)

@@ -33,7 +33,9 @@ def _unknown_key(key: str) -> str:
     if parents[:1] == ["hydra"] or not choices:
         return f"{key}: unknown key"
     where = ".".join([*parents, name])
-    return f"{key}: unknown key{_dotted(nearest(name, choices), parents) if where == key else f'; {where} is not a key{nearest(name, choices)}'}"
+    if where == key:
+        return f"{key}: unknown key{_dotted(nearest(name, choices), parents)}"
+    return f"{key}: unknown key; {where} is not a key{nearest(name, choices)}"
 
 
 def _dotted(hint: str, parents: list[str]) -> str:

@@ -37,6 +37,9 @@ def choices(model: str, table: str, backend: str, accumulation: int = 1, **more:
     }
 
 
+Batches = list[tuple[np.ndarray, np.ndarray]]
+
+
 def ragged_batches(
     vocab: int = SMALL["vocab"], sequence: int = SEQUENCE, rows: int = ROWS
 ) -> list[tuple[np.ndarray, np.ndarray]]:

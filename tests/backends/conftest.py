@@ -1,4 +1,8 @@
-"""Eight simulated devices on the processor for every test here: JAX reads both variables once, when it starts."""
+"""Eight simulated devices on the processor for every test here: JAX reads both variables once, when it starts.
+
+LLVM's optimisations are off: most of a test's time is compiling small programs that run for milliseconds. The partitioner and
+XLA's own passes, which decide layouts and collectives, run as always.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,7 +15,7 @@ from scaling_lab.config import experiment_from
 from scaling_lab.plan.plan import make_plan
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 
 @pytest.fixture(scope="session")

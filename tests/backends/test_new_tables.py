@@ -35,7 +35,7 @@ TABLES = {
 }
 
 
-@pytest.mark.xdist_group("jax_parity")
+@pytest.mark.xdist_group("jax_llama")
 @pytest.mark.parametrize("name", TABLES)
 def test_jax_on_a_new_table_equals_one_device(name):
     table, changes = TABLES[name]

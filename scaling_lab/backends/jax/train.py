@@ -112,9 +112,7 @@ class JaxSession:
         self._compilations = 0
         self._steps_done = 0
         self._evaluate = jax.jit(self._evaluation(), out_shardings=on.replicated)
-        self._gradients = jax.jit(
-            loss_and_gradients(job.experiment, on), out_shardings=(on.replicated, on.replicated, on.shardings("gradients"))
-        )
+        self._gradients = jax.jit(self._measured_gradients(), out_shardings=(on.replicated, on.shardings("gradients")))
 
     def prepare(self, batch: Batch) -> float:
         """Make the weights and the optimizer's state and compile the step, once."""
@@ -199,10 +197,19 @@ class JaxSession:
     def gradients(self, batch: Batch) -> tuple[dict[str, float], Mapping[str, np.ndarray]]:
         """Loss, norm and the whole gradient by parameter, without a step."""
         self.prepare(batch)
-        loss, valid, gradients = self._gradients(self._made(), *self._placed(batch))
-        norm = optimizer.global_norm(gradients)
-        metrics = {"loss": loss, "grad_norm": norm, "valid_tokens": valid}
-        return Dispatched(metrics, ()).result(), {name: sharding.gather(g) for name, g in gradients.items()}
+        metrics, gradients = self._gradients(self._made(), *self._placed(batch))
+        return Dispatched(metrics, gradients).result(), {name: sharding.gather(g) for name, g in gradients.items()}
+
+    def _measured_gradients(self) -> Callable[..., tuple[dict[str, jax.Array], Arrays]]:
+        """One program, norm included: simulated devices share a few threads, and two programs that wait for each other's
+        collectives at once can take them all and never end."""
+        compute = loss_and_gradients(self._job.experiment, self._on)
+
+        def measure(weights, tokens, labels):
+            loss, valid, gradients = compute(weights, tokens, labels)
+            return {"loss": loss, "grad_norm": optimizer.global_norm(gradients), "valid_tokens": valid}, gradients
+
+        return measure
 
     def weights(self) -> Mapping[str, np.ndarray]:
         """Every parameter, whole."""

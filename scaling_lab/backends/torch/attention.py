@@ -23,7 +23,9 @@ def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     grouped = query.unflatten(2, (key.shape[2], -1))  # (batch, sequence, kv_heads, group, head_dim)
     scores = torch.einsum("btkgd,bskd->bkgts", grouped, key).float() * head_dim**-0.5
     later = torch.ones(sequence, sequence, dtype=torch.bool, device=query.device).triu(1)
-    weights = scores.masked_fill(later, -torch.inf).softmax(dim=-1).to(query.dtype)  # (batch, kv_heads, group, sequence, sequence)
+    weights = (
+        scores.masked_fill(later, -torch.inf).softmax(dim=-1).to(query.dtype)
+    )  # (batch, kv_heads, group, sequence, sequence)
     return torch.einsum("bkgts,bskd->btkgd", weights, value).flatten(2, 3)
 
 

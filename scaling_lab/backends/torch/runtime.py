@@ -38,9 +38,10 @@ def join(job: Job) -> World:
     """Take this process's device and meet the others. Raises WorkerError where the devices are not those planned."""
     device = _device(job)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // job.plan.mesh.devices_per_host))
+    threads = max(1, cores // job.plan.mesh.devices_per_host)
+    torch.set_num_threads(threads)
     if job.experiment.backend.compile:
-        _import_compiler(device)
+        _import_compiler(device, threads)
     if job.plan.mesh.devices == 1:
         return World(device, None, owns_group=False)
     owns_group = not dist.is_initialized()
@@ -99,6 +100,7 @@ def _device(job: Job) -> torch.device:
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    torch.cuda.reset_peak_memory_stats(device)  # a job's peak must not hold that of one before it
     return device
 
 
@@ -123,8 +125,9 @@ def _initialize(job: Job, device: torch.device) -> None:
         ) from error
 
 
-def _import_compiler(device: torch.device) -> None:
+def _import_compiler(device: torch.device, threads: int) -> None:
     """torch.compile writes C++ on CPU; without a compiler of that it fails late and at length."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))  # 1: no pool of processes beside each rank
     names = (os.environ.get("CXX", "g++"), "g++", "clang++")
     if device.type == "cpu" and not any(shutil.which(name) for name in names):
         raise WorkerError(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from scaling_lab.backends.torch.runtime import World
 from scaling_lab.errors import PlanError
-from scaling_lab.plan.experiment import Precision
+from scaling_lab.plan.experiment import Experiment, Precision
 from scaling_lab.plan.layout import Layout
 from scaling_lab.plan.plan import ParameterPlan, Plan
 
@@ -106,8 +106,14 @@ class Placement:
         return all(self.place[axis] == 0 for axis in self.plan.mesh.real_axes if axis not in axes)
 
 
-def check_table(plan: Plan) -> None:
-    """Refuse tables that the plan allows and this backend does not carry out. Raises PlanError naming the row."""
+def check_table(experiment: Experiment, plan: Plan) -> None:
+    """Refuse what the plan allows and this backend does not carry out. Raises PlanError naming the row or key."""
+    computed = [axis for axis in plan.rules.compute_axes if plan.mesh.size(axis) > 1]
+    if experiment.backend.compile and experiment.workload.remat != "none" and computed:
+        raise PlanError(
+            f"backend.compile=true with workload.remat={experiment.workload.remat}: torch cannot compile a checkpointed layer that "
+            f"is split over {', '.join(computed)}. Set workload.remat=none or backend.compile=false."
+        )
     for row in WHOLE_ROWS:
         split = [axis for axis in plan.rules.activations[row] if plan.mesh.size(axis) > 1]
         if split:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scaling_lab.backends.contract import Batch, Job
 from scaling_lab.backends.torch import fsdp, runtime, weights
-from scaling_lab.backends.torch.loss import IGNORED, cross_entropy_sum
+from scaling_lab.backends.torch.loss import IGNORED
 from scaling_lab.backends.torch.optimizer import make_optimizer, scale_gradients, set_learning_rate, square_sum, state_bytes
 from scaling_lab.backends.torch.reduce import buckets_of, take_gradient
 from scaling_lab.backends.torch.sharding import Placement, check_table
@@ -26,7 +26,7 @@ from scaling_lab.plan.schedule import learning_rate
 def open_session(job: Job) -> TorchSession:
     """Join the other processes, make the weights and the optimizer. Raises WorkerError where the device is not the planned one."""
     runtime.check_planned(job.plan)
-    check_table(job.plan)
+    check_table(job.experiment, job.plan)
     world = runtime.join(job)
     try:
         return TorchSession(job, world)
@@ -71,8 +71,7 @@ class TorchSession:
         self.counts_rows = on.first_along_others(job.plan.rules.activations["batch"])
         self.steps_done = 0
         if experiment.backend.compile:
-            for layer in self.decoder.layers:
-                layer.compile()
+            self.decoder.compile_parts()
 
     def prepare(self, batch: Batch) -> float:
         """Run the step once without its update where layers are compiled; eager layers have nothing to prepare."""
@@ -140,7 +139,7 @@ class TorchSession:
         """Metrics, and the gradient of the loss for each parameter, whole; nothing is updated."""
         totals, gradients = self._reduced(batch)
         count = totals["valid_tokens"].clamp(min=1)
-        means = [gradient.double() / count for gradient in gradients]
+        means = [(gradient.double() / count).float() for gradient in gradients]
         return Read({}, totals).result(), weights.gather(self.in_buckets, means, "optimizer", self.on)
 
     def weights(self) -> Mapping[str, np.ndarray]:
@@ -172,7 +171,7 @@ class TorchSession:
         labels = torch.from_numpy(np.where(batch.labels < 0, IGNORED, batch.labels).astype(np.int64)).to(self.world.device)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for one_tokens, one_labels in zip(tokens, labels, strict=True):
-            loss = cross_entropy_sum(self.decoder(one_tokens), one_labels)
+            loss = self.decoder(one_tokens, one_labels)
             if backward:
                 loss.backward()
             total += loss.detach()

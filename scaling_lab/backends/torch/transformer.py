@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from scaling_lab.backends.torch.attention import attend
+from scaling_lab.backends.torch.loss import cross_entropy_sum
 from scaling_lab.backends.torch.products import lookup, product, use
 from scaling_lab.backends.torch.remat import rematerialise
 from scaling_lab.backends.torch.rotary import rotary, rotary_tables
@@ -35,7 +36,7 @@ LOGITS = ("batch", "sequence", "vocab")
 
 
 class Decoder(nn.Module):
-    """tokens (b, t) -> logits (b, t, v)."""
+    """tokens (b, t) -> logits (b, t, v), or with labels (b, t) the sum of their cross-entropies."""
 
     def __init__(self, experiment: Experiment, on: Placement):
         super().__init__()
@@ -46,14 +47,26 @@ class Decoder(nn.Module):
         self.head = Head(on)
         self.tables: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def forward(self, tokens):
+    def forward(self, tokens, labels=None):
         x = self.on.constrain(self.embed(tokens), RESIDUAL)  # (b, t, e)
         tables = self._tables(tokens.shape[1])
         for layer in self.layers:
             x = layer(x, tables)
+        return self.finish(x, labels)
+
+    def finish(self, x, labels):
+        """What follows the layers; the loss is part of it so that a compiler can join it to the product before."""
         x = self.on.constrain(self.final_norm(x), INPUT)
         table = self.embed.tokens if self.experiment.model.tied_head else None
-        return self.on.constrain(self.head(x, table), LOGITS)  # (b, t, v)
+        logits = self.on.constrain(self.head(x, table), LOGITS)  # (b, t, v)
+        return logits if labels is None else cross_entropy_sum(logits, labels)
+
+    def compile_parts(self) -> None:
+        """Compile each layer, and what follows them unless the vocabulary is split: its exchange is not for the compiler."""
+        for layer in self.layers:
+            layer.compile()
+        if self.on.compute_mesh is None:
+            self.finish = torch.compile(self.finish)
 
     def _tables(self, sequence: int) -> tuple[Tensor, Tensor] | None:
         """The rotary tables of a sequence length, made once."""
@@ -111,7 +124,9 @@ class Norm(nn.Module):
         self.scale, self.bias = described(on, f"{name}.scale"), described(on, f"{name}.bias")
 
     def forward(self, x):
-        return on_shards(self.normalise, x, use(self.on, self.scale), self.bias if self.bias is None else use(self.on, self.bias))
+        return on_shards(
+            self.normalise, x, use(self.on, self.scale), self.bias if self.bias is None else use(self.on, self.bias)
+        )
 
     def normalise(self, x, scale, bias):
         """The norm where the embed dim is whole."""
