@@ -24,7 +24,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def measured(cache: Path) -> MachinePeak:
     """One real measurement by NumPy, JAX and torch, for all tests here."""
-    found = machine_peak(cache, "float32")
+    found = machine_peak(cache, "float32", load=0.0)
     assert found is not None
     return found
 
@@ -42,6 +42,17 @@ def test_the_second_time_it_is_read_and_not_measured(cache: Path, measured: Mach
     assert machine_peak(cache, "float32", said.append) == measured
     assert said == []
     assert json.loads(Path(measured.cache).read_text()) == dataclasses.asdict(measured)
+
+
+def test_a_peak_of_a_busy_machine_is_measured_again_once_it_is_quiet(measured: MachinePeak, tmp_path: Path) -> None:
+    path = tmp_path / Path(measured.cache).name
+    busy = dataclasses.replace(measured, flops_per_s=1.0, load=50.0, cache=str(path))
+    path.write_text(json.dumps(dataclasses.asdict(busy)))
+    assert machine_peak(tmp_path, "float32", load=50.0) == busy
+    again = machine_peak(tmp_path, "float32", load=0.0)
+    assert again is not None
+    assert again.flops_per_s > 1.0
+    assert machine_peak(tmp_path, "float32", load=50.0) == again
 
 
 def test_a_cpu_device_has_its_share_of_the_machine(cache: Path, measured: MachinePeak) -> None:
