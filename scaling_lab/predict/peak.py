@@ -98,8 +98,8 @@ def machine_peak(
     """The machine's peak: from the cache, else measured once (a few seconds). None where no library could.
 
     One that was measured while others wanted the cores is measured again by the first run that finds the machine quiet.
-    load: other work, default the 1-minute load average. Two runs that start together measure one after the other, so that neither disturbs the other. A folder that cannot be
-    written costs only the cache.
+    load: other work, default the 1-minute load average. Two runs that start together measure one after the other, so that
+    neither disturbs the other. A folder that cannot be written costs only the cache.
     """
     path = cache_folder / f"peak-{dtype}-{_machine_digest()}.json"
     with _alone(cache_folder):

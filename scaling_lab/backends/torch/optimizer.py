@@ -38,7 +38,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def square_sum(gradients: Sequence[Tensor], counted: Tensor) -> Tensor:
     """Sum of squares of those gradients that this device counts (1 in `counted`, 0 elsewhere), float64."""
-    norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).double()
+    norms = torch.stack(torch._foreach_norm(list(gradients), 2, torch.float32)).double()
     return (norms.square() * counted).sum()
 
 
@@ -47,7 +47,7 @@ def scale_gradients(gradients: Sequence[Tensor], norm: Tensor, count: Tensor, cl
     factor = 1.0 / count
     if clip is not None:
         factor = factor * (clip / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype))
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -140,11 +140,11 @@ class TorchSession:
         totals, gradients = self._reduced(batch)
         count = totals["valid_tokens"].clamp(min=1)
         means = [(gradient.double() / count).float() for gradient in gradients]
-        return Read({}, totals).result(), weights.gather(self.in_buckets, means, "optimizer", self.on)
+        return Read({}, totals).result(), weights.gather(tuple(self.in_buckets), means, "optimizer", self.on)
 
     def weights(self) -> Mapping[str, np.ndarray]:
         """Every parameter, whole."""
-        return weights.gather(self.pieces, [piece.local for piece in self.pieces], "weights", self.on)
+        return weights.gather(tuple(self.pieces), [piece.local for piece in self.pieces], "weights", self.on)
 
     def replica_digests(self) -> dict[str, str]:
         """See `weights.digests`."""

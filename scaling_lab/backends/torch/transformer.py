@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             layer.compile()
         if self.on.compute_mesh is None:
-            self.finish = torch.compile(self.finish)
+            self.finish = torch.compile(self.finish)  # type: ignore[method-assign]
 
     def _tables(self, sequence: int) -> tuple[Tensor, Tensor] | None:
         """The rotary tables of a sequence length, made once."""
@@ -80,10 +81,14 @@ class Decoder(nn.Module):
 class Embedding(nn.Module):
     """tokens (b, t) -> (b, t, e)."""
 
+    tokens: nn.Parameter
+    positions: nn.Parameter | None
+
     def __init__(self, on: Placement):
         super().__init__()
         self.on = on
-        self.tokens, self.positions = described(on, "embed.tokens"), described(on, "embed.positions")
+        for name in ("tokens", "positions"):
+            setattr(self, name, described(on, f"embed.{name}"))
 
     def forward(self, tokens):
         x = self.on.constrain(lookup(self.on, self.tokens, tokens), RESIDUAL)
@@ -118,10 +123,14 @@ class Layer(nn.Module):
 class Norm(nn.Module):
     """x (b, t, e) -> (b, t, e), statistics in float32: RMSNorm, or LayerNorm where the model says so."""
 
+    scale: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(self, experiment: Experiment, on: Placement, name: str):
         super().__init__()
         self.on, self.eps = on, experiment.model.norm_eps
-        self.scale, self.bias = described(on, f"{name}.scale"), described(on, f"{name}.bias")
+        for part in ("scale", "bias"):
+            setattr(self, part, described(on, f"{name}.{part}"))
 
     def forward(self, x):
         return on_shards(
@@ -138,6 +147,15 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """x (b, t, e) -> (b, t, e): query head h attends with key and value head h // (heads / kv_heads)."""
 
+    query: nn.Parameter
+    key: nn.Parameter
+    value: nn.Parameter
+    output: nn.Parameter
+    query_bias: nn.Parameter | None
+    key_bias: nn.Parameter | None
+    value_bias: nn.Parameter | None
+    output_bias: nn.Parameter | None
+
     def __init__(self, experiment: Experiment, on: Placement):
         super().__init__()
         self.on, self.form = on, experiment.backend.attention
@@ -150,7 +168,9 @@ class Attention(nn.Module):
         query = on.constrain(_plus(on, product(on, "bte,ehd->bthd", x, self.query), self.query_bias), QUERY)
         key = on.constrain(_plus(on, product(on, "bte,ehd->bthd", x, self.key), self.key_bias), KEY_VALUE)
         value = on.constrain(_plus(on, product(on, "bte,ehd->bthd", x, self.value), self.value_bias), KEY_VALUE)
-        mixed = on_shards(lambda *qkv: self.mix(*qkv, tables), query, *_match_heads(on, query, key, value))  # (b, t, h, d)
+        mixed = on_shards(
+            lambda q, k, v: self.mix(q, k, v, tables), query, *_match_heads(on, query, key, value)
+        )  # (b, t, h, d)
         y = on.constrain(product(on, "bthd,hde->bte", mixed, self.output), RESIDUAL)
         return _plus(on, y, self.output_bias)
 
@@ -163,6 +183,13 @@ class Attention(nn.Module):
 
 class Mlp(nn.Module):
     """x (b, t, e) -> (b, t, e): SwiGLU where there is a gate, else GELU in GPT-2's tanh form."""
+
+    up: nn.Parameter
+    down: nn.Parameter
+    gate: nn.Parameter | None
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+    gate_bias: nn.Parameter | None
 
     def __init__(self, on: Placement):
         super().__init__()
@@ -226,7 +253,8 @@ def _match_heads(on: Placement, query: Tensor, key: Tensor, value: Tensor) -> tu
 
 def logits(experiment: Experiment, weights: Mapping[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
     """Logits (b, t, v), float32, of tokens (b, t) on one device. weights: global arrays by parameter name."""
-    alone = replace(experiment.mesh, **dict.fromkeys(experiment.mesh.order, 1), devices=1, hosts=1, devices_per_host=None)
+    ones: dict[str, Any] = dict.fromkeys(experiment.mesh.order, 1)
+    alone = replace(experiment.mesh, **ones, devices=1, hosts=1, devices_per_host=None)
     workload = replace(experiment.workload, global_batch=tokens.shape[0], sequence=tokens.shape[1], accumulation=1)
     experiment = replace(experiment, mesh=alone, workload=workload)
     plan = make_plan(experiment, Found("cpu", 1, True, None))
