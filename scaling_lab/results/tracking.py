@@ -15,6 +15,7 @@ import queue
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -32,6 +33,8 @@ FINISH_LIMIT_S = {"offline": 10.0, "online": 12.0}
 
 #: How often rows are handed to the operating system; wandb's own 15 s would lose them when a run is killed.
 FLUSH_S = 0.5
+
+STAGING = "staging"
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -61,6 +64,8 @@ def _leave() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(children, timeout=1)
+    if tempfile.tempdir and os.path.basename(tempfile.tempdir) == STAGING:
+        shutil.rmtree(tempfile.tempdir, ignore_errors=True)
     os._exit(0)
 
 
@@ -112,7 +117,11 @@ def _finish(run: Any, exit_code: int, limit_s: float, tell: Tell) -> None:
 def _start(request: dict[str, Any], tell: Tell) -> tuple[Any, str]:
     """The run and its mode: `online` only where a key and a server are found, else `offline`, said once."""
     # wandb-core's own log goes here, whatever the mode: nothing is left outside the run folder.
-    os.environ["WANDB_CACHE_DIR"] = os.path.join(request["init"]["dir"], "wandb", "cache")
+    own = os.path.join(request["init"]["dir"], "wandb")
+    os.environ["WANDB_CACHE_DIR"] = os.path.join(own, "cache")
+    # wandb makes staging folders when it is imported and removes them in exit hooks that `_leave` does not wait for.
+    tempfile.tempdir = os.path.join(own, STAGING)
+    os.makedirs(tempfile.tempdir, exist_ok=True)
     import wandb
 
     why_not = ""
