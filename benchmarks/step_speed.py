@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-SINGLE = ("reference jax scan", "reference jax unrolled", "lab jax", "lab jax unrolled")
+SINGLE = ("reference jax scan", "reference jax unrolled", "reference jax plain unrolled", "lab jax", "lab jax unrolled")
 TORCH = ("reference torch", "lab torch")
 COMPILED = ("reference torch compiled", "lab torch compiled")
 
@@ -106,7 +106,7 @@ def serve(variant):
 def build(variant):
     name, size, batch, sequence = variant["name"], variant["size"], variant["batch"], variant["sequence"]
     if name.startswith("reference jax"):
-        return reference_jax(size, batch, sequence, scan="scan" in name)
+        return reference_jax(size, batch, sequence, scan="scan" in name, attention="plain" if "plain" in name else "fused")
     if name.startswith("reference torch"):
         return reference_torch(size, batch, sequence, compiled="compiled" in name)
     from lab_step import open_lab
@@ -118,13 +118,13 @@ def build(variant):
     return lambda: session.step(local).result()
 
 
-def reference_jax(size, batch, sequence, *, scan):
+def reference_jax(size, batch, sequence, *, scan, attention):
     import jax
     import numpy as np
     import reference_jax as reference
 
     sizes = reference.SIZES[size]
-    state, step = reference.init(sizes, 0, scan=scan), reference.make_step(sizes, scan=scan)
+    state, step = reference.init(sizes, 0, scan=scan), reference.make_step(sizes, scan=scan, attention=attention)
     rows = np.random.default_rng(0).integers(0, sizes.vocab, (batch, sequence + 1), dtype=np.int32)
 
     def run():
