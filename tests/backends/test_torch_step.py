@@ -1,0 +1,112 @@
+"""The torch step on one device and, where it needs more, over the pool: forms of the same equations, precision, empty batches."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import Outcome, choices, differences, ragged_batches, run_session
+from experiments import FOUND, plain
+
+from scaling_lab.backends.contract import Job
+from scaling_lab.backends.rows import local_batch
+from scaling_lab.backends.torch.loss import IGNORED, cross_entropy_sum
+from scaling_lab.backends.torch.train import open_session
+from scaling_lab.config import experiment_from
+from scaling_lab.plan.plan import make_plan
+
+pytestmark = pytest.mark.xdist_group("torch_parity")
+
+
+def job_of(**changes: Any) -> Job:
+    experiment = experiment_from(plain(**choices("llama", "single", "torch", **changes)))
+    return Job(experiment, make_plan(experiment, FOUND), 0, "")
+
+
+def outcome_of(**changes: Any) -> Outcome:
+    job = job_of(**changes)
+    session = open_session(job)
+    try:
+        return run_session(session, job, ragged_batches())
+    finally:
+        session.close()
+
+
+@functools.cache
+def alone() -> Outcome:
+    return outcome_of()
+
+
+@pytest.mark.parametrize(
+    "change", [{"workload.remat": "dots"}, {"workload.remat": "full"}, {"backend.attention": "plain"}], ids=lambda c: str(c)
+)
+def test_another_form_of_the_same_equations_gives_the_same_steps(change):
+    assert differences(outcome_of(**change), alone()) == []
+
+
+@pytest.mark.compiler
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="torch.compile on CPU needs a C++ compiler")
+def test_the_compiled_layers_give_the_same_steps():
+    assert differences(outcome_of(**{"backend.compile": True}), alone()) == []
+
+
+def test_bfloat16_products_come_near_float32_and_keep_weights_in_float32():
+    found = outcome_of(**{"workload.precision.compute": "bfloat16"})
+    assert found.losses == pytest.approx(alone().losses, rel=0.02)
+    assert found.losses != alone().losses
+    assert all(value.dtype == np.float32 for value in found.weights.values())
+
+
+def test_a_batch_without_a_valid_label_has_loss_zero_and_moves_nothing():
+    job = job_of(**{"workload.optimizer.weight_decay": 0.0})
+    session = open_session(job)
+    tokens = np.zeros((16, 16), np.int32)
+    batch = local_batch(job, tokens, np.full_like(tokens, -1))
+    session.prepare(batch)
+    before = session.weights()
+    metrics = session.step(batch).result()
+    after = session.weights()
+    session.close()
+    assert (metrics["loss"], metrics["grad_norm"], metrics["valid_tokens"]) == (0.0, 0.0, 0)
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value)
+
+
+def split_cross_entropy(session: Any, job: Job, batches: Any) -> list[Any]:
+    """Runs on a rank: loss and gradient of logits whose columns lie on the mesh's innermost axis."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    logits, labels = (torch.from_numpy(array) for array in batches)
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("columns",))
+    split = distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
+    loss = cross_entropy_sum(split, labels)
+    loss.backward()
+    assert split.grad is not None
+    return [loss.item(), split.grad.full_tensor().numpy()]
+
+
+def test_cross_entropy_over_a_split_vocabulary_equals_the_whole_one():
+    from torch_pool import TorchPool
+
+    random = np.random.default_rng(0)
+    logits = (random.standard_normal((2, 5, 24)) * 30).astype(np.float32)
+    labels = random.integers(0, 24, (2, 5))
+    labels[0, :2] = IGNORED
+    whole = torch.from_numpy(logits).requires_grad_()
+    wanted = F.cross_entropy(whole.flatten(0, 1), torch.from_numpy(labels).flatten(), ignore_index=IGNORED, reduction="sum")
+    wanted.backward()
+    assert whole.grad is not None
+    experiment = plain(**choices("llama", "data", "torch"))
+    with TorchPool(8) as pool:
+        answers = pool.run(experiment, [logits, labels], call=split_cross_entropy)["results"]
+    assert len(answers) == 8
+    for loss, gradient in answers:
+        assert loss == pytest.approx(wanted.item(), rel=1e-5)
+        np.testing.assert_allclose(gradient, whole.grad.numpy(), atol=1e-5)
