@@ -45,6 +45,12 @@ def main() -> int:
     except LabError as error:
         print(f"scaling-lab: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # the reader left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return EXIT_FAILED
+    except OSError as error:
+        print(f"scaling-lab: {error}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("scaling-lab: interrupted", file=sys.stderr)
         return EXIT_FAILED
@@ -142,6 +148,7 @@ def _hydra(overrides: list[str], job: Callable[[Any], int]) -> int:
 
     codes: list[int] = []
     errors: list[LabError] = []
+    crashes: list[Exception] = []
 
     def task(config: Any) -> int:
         try:
@@ -149,13 +156,18 @@ def _hydra(overrides: list[str], job: Callable[[Any], int]) -> int:
         except LabError as error:  # kept, so that Hydra does not print it a second time in its own words
             errors.append(error)
             return error.exit_code
+        except Exception as error:
+            crashes.append(error)
+            raise
         return codes[-1]
 
     sys.argv = ["scaling-lab", *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as exceptions instead of Hydra's own print and exit
     try:
         hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(task)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+        if error in crashes or isinstance(error, BrokenPipeError):
+            raise
         raise ConfigError(explain(str(error))) from None
     if errors:
         raise errors[0]

@@ -32,10 +32,15 @@ class PlanError(LabError):
 
 
 class WorkerError(LabError):
-    """A process of the job raised, exited, was killed or made no progress. Exit code 1."""
+    """A process of the job raised, exited, was killed or made no progress. Exit code 1, or 2 where it found the request wrong."""
 
     kind = "worker"
 
     def __init__(self, message: str, kind: str = "worker"):
         super().__init__(message)
         self.kind = kind
+        if kind in (
+            ConfigError.kind,
+            PlanError.kind,
+        ):  # found only by a worker, as a file's contents are: still a wrong request
+            self.exit_code = EXIT_WRONG_REQUEST

@@ -13,12 +13,14 @@ def explain(text: str) -> str:
     if found := re.search(r"Could not override '([^']+)'", text):
         return _unknown_key(found[1])
     if found := re.search(r"Could not find '([^']+)'", text):
-        listed = re.search(r"Available options in '[^']+':\n((?:\t[^\t=]*\n)*)", text)
+        listed = re.search(r"Available options in '[^']+':\n((?:\t[^\t\n=]*\n)*)", text)
         return _unknown_choice(found[1], listed[1].replace("\t", "").split() if listed else [])
     if found := re.search(r"Key '([^']+)' is not in struct\s+full_key: (\S+)", text):
         return _unknown_key(found[2])
     if found := re.search(r"Error parsing override '([^']*)'\s+(.*)", text):
         return f"cannot read the override {found[1]!r}: {found[2]}. Overrides are KEY=VALUE; quote values that hold , {{ or spaces."
+    if "Config group override must be a string" in text:
+        return "a config group is chosen by name, GROUP=NAME, such as model=tiny; it cannot be null or a mapping."
     lines = [line for line in text.splitlines() if line.strip() and "hydra.cc" not in line]
     return "\n".join(lines)
 

@@ -112,9 +112,9 @@ def _scale(experiment: Experiment, plan: Plan, peak: float | None) -> Scale:
 
 
 def draw(config: Mapping[str, Any]) -> int:
-    """Show what would be decided; start nothing, write nothing."""
+    """Show what would be decided, also for hardware that is not here; start nothing, write nothing."""
     experiment = experiment_from(dict(config))
-    plan = make_plan(experiment, found.find(experiment))
+    plan = make_plan(experiment, found.assume(experiment))
     shown.show_plan(shown.open_console(), experiment, plan)
     return EXIT_DONE
 

@@ -1,5 +1,6 @@
 """The command line as a user types it, in real processes: exit codes, one message, no traceback."""
 
+import json
 import subprocess
 import sys
 
@@ -25,6 +26,10 @@ def scaling_lab(*arguments: str, cwd, timeout: float = 120):
         (["draw", "model.layers"], ["model.layers", "KEY=VALUE"]),
         (["draw", "hydra/launcher=jblib"], ["hydra/launcher=jblib", "no such choice"]),
         (["draw", "sharding.weights.embed=[fsdq]"], ["sharding.weights.embed", "did you mean fsdp?"]),
+        (["draw", "model=null"], ["GROUP=NAME"]),
+        (["draw", "backend=tensorflow"], ["backend=tensorflow", "(one of jax, torch)"]),
+        (["draw", "hydra.run.dir=/proc/nowhere"], ["/proc/nowhere"]),
+        (["run", "hydra.run.dir=/proc/nowhere"], ["/proc/nowhere"]),
         (["show"], ["needs the path"]),
         (["show", "no/such/run"], ["no/such/run"]),
     ],
@@ -53,6 +58,36 @@ def test_draw_shows_the_mesh_the_roles_and_the_bytes_and_starts_nothing(tmp_path
     for word in ("fsdp", "tensor parallel", "853,120", "simulated"):
         assert word in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("hardware", ["h100_sxm", "tpu_v5p"])
+def test_draw_plans_for_hardware_that_is_not_here(tmp_path, hardware):
+    done = scaling_lab("draw", f"hardware={hardware}", "mesh.devices=16", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "fsdp 7" in done.stdout
+    assert "simulated" not in done.stdout
+
+
+def test_a_wrong_request_that_only_a_worker_can_see_exits_2_as_well(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    asked = ["run", "data=text", "data.path=empty.txt", "mesh.devices=1", "sharding=single", "tracking=disabled"]
+    done = scaling_lab(*asked, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "0 tokens" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["error"]["kind"] == "config"
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
+    command = [sys.executable, "-m", "scaling_lab", "run", "mesh.devices=1", "sharding=single", "model.layers=1"]
+    command += ["data=synthetic", "workload.steps=3", "workload.untimed_steps=1", "workload.sequence=16"]
+    command += ["tracking=disabled", f"hydra.run.dir={tmp_path}/run"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(120) == 0
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "ok"
 
 
 def test_hydra_flags_work(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -54,6 +55,19 @@ def find(experiment: Experiment, root: Path = Path("/"), environment: Mapping[st
     _check_enough(mesh, chosen, counts[chosen])
     real_memory = _given_memory(experiment) or (_gpu_memory_bytes() if chosen == "gpu" else None)
     return Found(chosen, counts[chosen], False, real_memory)
+
+
+def assume(experiment: Experiment) -> Found:
+    """What a plan alone may count on: this machine's devices, or those of the hardware that the config names, here or not.
+
+    Of hardware that is not here there are as many devices as the mesh asks for, else one host of it.
+    """
+    hardware = experiment.hardware
+    if hardware.platform not in ("gpu", "tpu"):
+        return find(experiment)
+    given = [size for axis in MESH_AXES if (size := getattr(experiment.mesh, axis)) is not None]
+    devices = experiment.mesh.devices or math.prod(given) or 1
+    return Found(hardware.platform, max(devices, hardware.devices_per_host or 1), False, _given_memory(experiment))
 
 
 def visible_gpus(root: Path, environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at the coordinator, turned into something it can wait for beside its pipes. Ends nothing itself."""
+"""Ctrl-C, SIGTERM and a closed terminal at the coordinator, turned into something it can wait for beside its pipes. Ends nothing itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 #: Signal -> kind of the WorkerError that it ends a job with.
-KINDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "preempted"}
+KINDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "preempted", signal.SIGHUP: "interrupted"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ def heard() -> Iterator[Interrupts]:
             os.write(writer, b"!")
 
     in_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, note) for number in KINDS} if in_main else {}
+    # A signal that is ignored stays so: `nohup` means that a closed terminal is to be survived.
+    heeded = [number for number in KINDS if signal.getsignal(number) != signal.SIG_IGN] if in_main else []
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield interrupts
     finally:

@@ -5,6 +5,7 @@ Plain on anything but a terminal: no control characters, no colour, lines as lon
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,12 +27,23 @@ from scaling_lab.results.metrics import Result, Scale
 PLAIN_WIDTH = 200
 
 
+class LastingConsole(Console):
+    """A console whose reader may leave, as `| head` does: the job goes on without showing anything."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich, whose own answer is to end the process."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 def open_console(file: TextIO | None = None) -> Console:
     """The console for a file (default: standard output)."""
     file = sys.stdout if file is None else file
+    if file is None:  # standard output was closed before the start
+        return LastingConsole(quiet=True)
     if file.isatty():
-        return Console(file=file, highlight=False)
-    return Console(file=file, highlight=False, force_terminal=False, no_color=True, color_system=None, width=PLAIN_WIDTH)
+        return LastingConsole(file=file, highlight=False)
+    return LastingConsole(file=file, highlight=False, force_terminal=False, no_color=True, color_system=None, width=PLAIN_WIDTH)
 
 
 def show_plan(console: Console, experiment: Experiment, plan: Plan) -> None:
@@ -68,13 +80,15 @@ def _wide_enough(console: Console, content: RenderableType) -> Console:
     natural = Measurement.get(console, console.options.update(width=PLAIN_WIDTH), content).maximum
     if natural <= console.width:
         return console
-    return Console(file=console.file, width=natural, highlight=False, force_terminal=console.is_terminal)
+    return LastingConsole(file=console.file, width=natural, highlight=False, force_terminal=console.is_terminal)
 
 
 def _print(console: Console, content: RenderableType) -> None:
     """Print, without the blanks that fill a terminal's lines."""
     with console.capture() as captured:
         console.print(content)
-    for line in captured.get().splitlines():
-        console.file.write(line.rstrip() + "\n")
-    console.file.flush()
+    try:
+        console.file.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+        console.file.flush()
+    except BrokenPipeError:
+        console.on_broken_pipe()
