@@ -12,6 +12,7 @@ START = 5.545
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("learning")
 def test_the_default_job_reaches_the_stated_loss_in_both_backends(tmp_path):
     results = {}
