@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -69,6 +70,9 @@ def _report(paths: list[str]) -> int:
 
 
 def _paths(verb: str, paths: list[str]) -> list[Path]:
+    if {"-h", "--help"} & {*paths}:
+        print(USAGE)
+        sys.exit(EXIT_DONE)
     if not paths:
         raise ConfigError(f"`scaling-lab {verb}` needs the path of at least one run folder or sweep folder.")
     return [Path(path) for path in paths]
@@ -77,7 +81,14 @@ def _paths(verb: str, paths: list[str]) -> list[Path]:
 def _draw(overrides: list[str]) -> int:
     from scaling_lab import lab
 
-    return _hydra(["hydra.run.dir=.", *overrides], lambda config: lab.draw(_plain(config)))
+    def job(config: Any) -> int:
+        _check_sweep()
+        return lab.draw(_plain(config))
+
+    with tempfile.TemporaryDirectory() as nowhere:  # Hydra keeps a file of its own in a sweep's folder
+        folders = ("hydra.run.dir=.", f"hydra.sweep.dir={nowhere}")
+        unsaid = [one for one in folders if not any(said.startswith(one.partition("=")[0]) for said in overrides)]
+        return _hydra([*overrides, *unsaid], job)
 
 
 def _run(overrides: list[str]) -> int:
@@ -98,6 +109,7 @@ def run_job(config: Any) -> int:
 
     from scaling_lab import lab
 
+    _check_sweep()
     hydra = HydraConfig.get()
     in_sweep = hydra.mode == RunMode.MULTIRUN
     request = lab.Request(
@@ -119,6 +131,19 @@ def run_job(config: Any) -> int:
     except Exception:
         traceback.print_exc()
         return EXIT_FAILED
+
+
+def _check_sweep() -> None:
+    """An experiment that names what to sweep over is not one job."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    hydra = HydraConfig.get()
+    chosen = {override.partition("=")[0].lstrip("+") for override in hydra.overrides.task}
+    params = {key: value for key, value in (hydra.sweeper.get("params") or {}).items() if key not in chosen}
+    if params and hydra.mode != RunMode.MULTIRUN:
+        swept = " ".join(f"{key}={value}" for key, value in params.items())
+        raise ConfigError(f"this experiment is a sweep over {swept}: add -m, or choose a value for each of these keys.")
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -165,9 +190,11 @@ def _hydra(overrides: list[str], job: Callable[[Any], int]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as exceptions instead of Hydra's own print and exit
     try:
         hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(task)()
-    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+    except Exception as error:  # Hydra meets a wrong value with whatever its code happens to raise
         if error in crashes or isinstance(error, BrokenPipeError):
             raise
+        if not isinstance(error, HydraException | OmegaConfBaseException | ValueError | OSError):
+            raise ConfigError(f"Hydra cannot compose {' '.join(overrides)} ({type(error).__name__}: {error}).") from None
         raise ConfigError(explain(str(error))) from None
     if errors:
         raise errors[0]

@@ -19,6 +19,8 @@ def explain(text: str) -> str:
         return _unknown_key(found[2])
     if found := re.search(r"Error parsing override '([^']*)'\s+(.*)", text):
         return f"cannot read the override {found[1]!r}: {found[2]}. Overrides are KEY=VALUE; quote values that hold , {{ or spaces."
+    if found := re.search(r"Error merging override ([^\s=]+)=(\S*)", text):
+        return f"{found[1]}={found[2]}: this value does not fit there; `scaling-lab run --cfg job` shows the form of each key."
     if "Config group override must be a string" in text:
         return "a config group is chosen by name, GROUP=NAME, such as model=tiny; it cannot be null or a mapping."
     lines = [line for line in text.splitlines() if line.strip() and "hydra.cc" not in line]

@@ -23,6 +23,7 @@ from scaling_lab.report import tables
 from scaling_lab.results.environment import environment
 from scaling_lab.results.folder import RunFolder
 from scaling_lab.results.metrics import Scale
+from scaling_lab.results.partitioner import rematerializations
 from scaling_lab.results.result import Facts, build
 from scaling_lab.results.tracker import Tracker
 
@@ -69,7 +70,7 @@ def _carry_out(request: Request, folder: RunFolder, facts: dict[str, Any]) -> No
     shown.show_plan(console, experiment, plan)
     before_peak = time.time()
     facts["peak"] = peak = device_peak(experiment, plan, folders.cache_folder(), console.print)
-    peak_s = time.time() - before_peak
+    facts["peak_measurement_s"] = peak_s = time.time() - before_peak
     scale = _scale(experiment, plan, peak.flops_per_s_per_device)
     progress = shown.show_progress(console, experiment, scale)
     tracker = Tracker(experiment, plan, folder.path, run_id=facts["run_id"], sweep=request.sweep, scale=scale, say=progress.say)
@@ -98,6 +99,8 @@ def _finish(request: Request, folder: RunFolder, facts: dict[str, Any]) -> dict[
     facts["environment"] = environment(
         command=request.command, worker_environment=started_with, plan=plan, records=facts["records"], folder=Path.cwd()
     )
+    if isinstance(experiment, Experiment) and experiment.backend.name == "jax":
+        facts["rematerializations"] = rematerializations(folder.path)
     facts["wall_time_s"] = time.time() - request.started
     result = build(Facts(**facts))
     if tracker:

@@ -18,7 +18,7 @@ from scaling_lab.errors import ConfigError, WorkerError
 from scaling_lab.plan.layout import Layout
 from scaling_lab.plan.plan import Plan
 
-#: Takes a record: a dict with `kind` (phase, start, step, progress, evaluation, done), to which it may add.
+#: Takes a record: a dict with `kind` (phase, start, prepared, step, progress, evaluation, done), to which it may add.
 Tell = Callable[[dict[str, Any]], None]
 
 PARTS = ("startup", "compile", "untimed_steps", "timed_steps", "evaluation", "checkpoint", "other")
@@ -39,13 +39,13 @@ class Clock:
         """Charge the time since the last charge to a part; returns it, in seconds."""
         passed = self.offset + time.perf_counter() - self.charged
         self.charged += passed
-        self.parts[part] += passed
+        self.parts[part] = self.parts.get(part, 0.0) + passed
         return passed
 
     def move(self, seconds: float, source: str, target: str) -> None:
         """Charge some seconds of one part to another instead."""
         self.parts[source] -= seconds
-        self.parts[target] += seconds
+        self.parts[target] = self.parts.get(target, 0.0) + seconds
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,8 @@ def _prepare(state: Run) -> None:
     compile_s = state.session.prepare(_batch(state.job, state.source, 1))
     state.clock.charge("startup")
     state.clock.move(compile_s, "startup", "compile")
+    parts = state.clock.parts
+    state.tell({"kind": "prepared", "startup_s": parts["startup"], "compile_s": parts["compile"]})
 
 
 def _train(state: Run, ahead: bool) -> None:
@@ -191,10 +193,13 @@ def _evaluate(state: Run, step: int) -> None:
     state.clock.charge("other")
     available = source.validation_batches(batch_size)
     batches = min(state.job.experiment.workload.evaluation.batches or available, available)
-    loss_sum = tokens = 0.0
+    loss_sum = tokens = compile_s = 0.0
     for index in range(batches):
-        rows = source.validation_rows(index, state.job.rows, batch_size)
-        result = session.evaluate(_shaped(rows, 1)).result()
+        batch = _shaped(source.validation_rows(index, state.job.rows, batch_size), 1)
+        if index == 0 and (compile_s := session.prepare_evaluation(batch)):
+            state.clock.charge("evaluation")
+            state.clock.move(compile_s, "evaluation", "evaluation_compile")
+        result = session.evaluate(batch).result()
         loss_sum, tokens = loss_sum + result["loss_sum"], tokens + result["valid_tokens"]
         state.tell({"kind": "progress", "batch": index + 1})
     loss = loss_sum / tokens if tokens else 0.0

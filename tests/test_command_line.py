@@ -27,9 +27,12 @@ def scaling_lab(*arguments: str, cwd, timeout: float = 120):
         (["draw", "hydra/launcher=jblib"], ["hydra/launcher=jblib", "no such choice"]),
         (["draw", "sharding.weights.embed=[fsdq]"], ["sharding.weights.embed", "did you mean fsdp?"]),
         (["draw", "model=null"], ["GROUP=NAME"]),
+        (["draw", "model=[1,2]"], ["model=[1,2]"]),
         (["draw", "backend=tensorflow"], ["backend=tensorflow", "(one of jax, torch)"]),
         (["draw", "hydra.run.dir=/proc/nowhere"], ["/proc/nowhere"]),
         (["run", "hydra.run.dir=/proc/nowhere"], ["/proc/nowhere"]),
+        (["draw", "experiment=catalogue"], ["a sweep over sharding=single,", "add -m"]),
+        (["draw", "backend.environment=[a]"], ["backend.environment"]),
         (["show"], ["needs the path"]),
         (["show", "no/such/run"], ["no/such/run"]),
     ],
@@ -66,6 +69,14 @@ def test_draw_plans_for_hardware_that_is_not_here(tmp_path, hardware):
     assert done.returncode == 0, done.stderr
     assert "fsdp 7" in done.stdout
     assert "simulated" not in done.stdout
+
+
+def test_draw_shows_every_job_of_a_sweep_and_writes_nothing(tmp_path):
+    done = scaling_lab("draw", "-m", "sharding=data,fsdp", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "table data" in done.stdout
+    assert "table fsdp" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_wrong_request_that_only_a_worker_can_see_exits_2_as_well(tmp_path):

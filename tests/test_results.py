@@ -10,6 +10,7 @@ from finished_runs import PEAK, done, environment, records, result
 
 from scaling_lab.errors import ConfigError, PlanError, WorkerError
 from scaling_lab.predict.peak import DevicePeak
+from scaling_lab.results.partitioner import rematerializations
 from scaling_lab.results.schema import validate
 
 
@@ -129,6 +130,27 @@ def test_a_job_that_failed_on_the_way_keeps_all_it_knew() -> None:
     parts = measured["time_parts_s"]
     assert (parts["untimed_steps"], parts["timed_steps"], parts["compile"]) == (6.0, pytest.approx(0.5), None)
     assert parts["other"] == pytest.approx(10 - 2 - 6.5)
+
+
+def test_a_job_that_failed_after_its_compilation_has_that_in_its_place() -> None:
+    told = [*records()[:2], {"kind": "prepared", "process": 0, "startup_s": 3.0, "compile_s": 4.0}]
+    parts = result(records=told, error=WorkerError("killed", "worker"), wall_time_s=10.0)["measured"]["time_parts_s"]
+    assert (parts["startup"], parts["compile"], parts["other"]) == (5.0, 4.0, pytest.approx(1.0))
+
+
+def test_measuring_the_peak_is_a_part_of_its_own() -> None:
+    parts = result(peak_measurement_s=3.0)["measured"]["time_parts_s"]
+    assert (parts["peak_measurement"], parts["other"]) == (3.0, pytest.approx(0.5))
+    assert sum(parts.values()) == pytest.approx(20.0)
+
+
+def test_the_partitioners_warnings_are_counted(tmp_path) -> None:
+    assert rematerializations(tmp_path) is None
+    line = "W0000 spmd_partitioner.cc:652] [SPMD] Involuntary full rematerialization. The compiler cannot go from\n"
+    (tmp_path / "worker-0.log").write_text(2 * line)
+    (tmp_path / "worker-1.log").write_text(line)
+    assert rematerializations(tmp_path) == 3
+    assert result(rematerializations=3)["compiled"]["involuntary_rematerializations"] == 3
 
 
 def test_a_loss_that_is_no_number_is_null_in_its_place_and_its_step_is_named() -> None:

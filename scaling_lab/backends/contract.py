@@ -72,6 +72,10 @@ class Session(Protocol):
         """One optimizer step: accumulate, reduce, clip, update. Dispatches and returns."""
         ...
 
+    def prepare_evaluation(self, batch: Batch) -> float:
+        """Build what `evaluate` needs, if it is not there yet. Returns seconds spent compiling."""
+        ...
+
     def evaluate(self, batch: Batch) -> Pending:
         """Loss of one batch [1, local rows, sequence] with the present weights."""
         ...

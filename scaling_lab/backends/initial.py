@@ -5,15 +5,10 @@ Counter-based, so a process draws only what it holds. NumPy on the host; must no
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 
+from scaling_lab.data.order import counter_hash, key_for
 from scaling_lab.models.parameters import Parameter
-
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def initial_values(parameter: Parameter, seed: int, part: tuple[slice, ...]) -> np.ndarray:
@@ -27,18 +22,13 @@ def initial_values(parameter: Parameter, seed: int, part: tuple[slice, ...]) -> 
     if parameter.init == "zeros":
         return np.zeros(shape, np.float32)
     values = np.empty(shape, np.float32)
-    key = _key(seed, parameter.name)
+    key = key_for(seed, parameter.name)
     inner = _offsets(parameter.shape[1:], part[1:])
     row_size = np.uint64(np.prod(parameter.shape[1:], dtype=np.int64))
     for row in range(shape[0]):
-        index = inner + np.uint64(part[0].start + row) * row_size
-        values[row] = _normal(_hash(index, key)) * np.float32(parameter.std)
+        index = np.atleast_1d(inner + np.uint64(part[0].start + row) * row_size)
+        values[row] = _normal(counter_hash(key, index)).reshape(inner.shape) * np.float32(parameter.std)
     return values
-
-
-def _key(seed: int, name: str) -> np.uint64:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return np.uint64(int.from_bytes(digest[:8], "little"))
 
 
 def _offsets(shape: tuple[int, ...], part: tuple[slice, ...]) -> np.ndarray:
@@ -47,15 +37,6 @@ def _offsets(shape: tuple[int, ...], part: tuple[slice, ...]) -> np.ndarray:
     for size, piece in zip(shape, part, strict=True):
         offsets = offsets[..., None] * np.uint64(size) + np.arange(piece.start, piece.stop, dtype=np.uint64)
     return offsets
-
-
-def _hash(index: np.ndarray, key: np.uint64) -> np.ndarray:
-    """SplitMix64 (Steele, Lea, Flood 2014): state key + (index + 1) x golden ratio, then two xor-multiply rounds."""
-    with np.errstate(over="ignore"):
-        bits = key + (index + np.uint64(1)) * _STEP
-        bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
-        bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
-        return bits ^ (bits >> np.uint64(31))
 
 
 def _normal(bits: np.ndarray) -> np.ndarray:

@@ -86,7 +86,9 @@ def _check_found(mesh: Mesh, given: dict[str, int], found: int) -> None:
     if mesh.devices < found:
         sizes = " ".join(f"mesh.{axis}={size}" for axis, size in given.items() if size > 1)
         near = found // fixed * fixed
-        raise PlanError(f"{sizes}: {fixed} does not divide the {found} devices that are there. Set mesh.devices={near}.")
+        raise PlanError(
+            f"{sizes}: {fixed} does not divide {found}, the devices there are without mesh.devices. Set mesh.devices={near}."
+        )
 
 
 def _check_hosts(mesh: Mesh) -> None:

@@ -27,6 +27,7 @@ def check_model(experiment: Experiment) -> None:
 
 def _model_faults(experiment: Experiment) -> Iterator[str]:
     model, workload = experiment.model, experiment.workload
+    yield from _unused_keys(experiment)
     if model.heads % model.kv_heads:
         fitting = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
         near = min(fitting, key=lambda n: abs(n - model.kv_heads))
@@ -40,6 +41,26 @@ def _model_faults(experiment: Experiment) -> Iterator[str]:
             f"workload.untimed_steps={workload.untimed_steps} leaves none of workload.steps={workload.steps} to time. "
             f"Set workload.untimed_steps={min(workload.steps - 1, 5)}."
         )
+
+
+def _unused_keys(experiment: Experiment) -> Iterator[str]:
+    """Keys that say something to whoever would not listen."""
+    backend, optimizer = experiment.backend, experiment.workload.optimizer
+    if backend.name == "torch" and backend.scan_layers is not None:
+        yield f"backend.scan_layers={_yaml(backend.scan_layers)} is for backend=jax; torch does not scan. Set backend.scan_layers=null."
+    if backend.name == "torch" and backend.xla_flags:
+        yield "backend.xla_flags is for backend=jax; torch has no XLA. Set backend.xla_flags=[]."
+    if backend.name == "jax" and backend.compile is not None:
+        yield f"backend.compile={_yaml(backend.compile)} is for backend=torch; JAX always compiles the step. Set backend.compile=null."
+    if optimizer.name == "adamw" and optimizer.momentum:
+        yield (
+            f"workload.optimizer.momentum={optimizer.momentum} is for workload.optimizer.name=sgd; AdamW has "
+            f"workload.optimizer.b1. Set workload.optimizer.momentum=0."
+        )
+
+
+def _yaml(value: bool) -> str:
+    return str(value).lower()
 
 
 def _rotary_faults(experiment: Experiment) -> Iterator[str]:

@@ -47,6 +47,7 @@ def summary_lines(result: Result, folder: Path) -> list[tuple[str, str]]:
         ("step time", _step_time(found, steps)),
         ("MFU", _mfu(result, found)),
         *_stale_peak(result, found["mfu"]),
+        *_rematerialized(result),
         ("memory per device", memory_words(result)),
         ("compile time", _compile(found)),
         (
@@ -92,6 +93,14 @@ def _stale_peak(result: Result, mfu: float | None) -> list[tuple[str, str]]:
     if mfu is None or mfu <= 1 or not cache:
         return []
     return [("peak", f"too low: it was measured while the machine was busy (load {load}); delete {cache} to measure it again")]
+
+
+def _rematerialized(result: Result) -> list[tuple[str, str]]:
+    times = at(result, "compiled.involuntary_rematerializations")
+    if not times:
+        return []
+    text = f"gathered a whole tensor only to cut it anew {plural(times, 'time')}, which costs speed: worker-0.log says which"
+    return [("partitioner", text)]
 
 
 def memory_words(result: Result) -> str:

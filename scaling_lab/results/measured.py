@@ -15,12 +15,18 @@ from scaling_lab.results.records import Record
 from scaling_lab.results.schema import TIME_PARTS
 
 
-def measured(records: Sequence[Record], *, wall_time_s: float | None, coordinator_startup_s: float | None) -> dict[str, Any]:
+def measured(
+    records: Sequence[Record],
+    *,
+    wall_time_s: float | None,
+    coordinator_startup_s: float | None,
+    peak_measurement_s: float | None = None,
+) -> dict[str, Any]:
     """Everything measured but the rates, which `metrics` derives.
 
     records: those of process 0, and the `done` record of every process
     wall_time_s: from the shell's start to the end of the job; coordinator_startup_s: from the shell's start to that of the
-    workers, where their clocks begin: it is part of `startup`
+    workers, where their clocks begin: it is part of `startup`; peak_measurement_s: what measuring this machine's peak took
     """
     steps = steps_of(records)
     timed = [step for step in steps if step.get("timed")]
@@ -43,7 +49,12 @@ def measured(records: Sequence[Record], *, wall_time_s: float | None, coordinato
         "corpus": next((end["corpus"] for end in ends if end.get("corpus")), None),
         "collectives": None,
         "wall_time_s": wall_time_s,
-        "time_parts_s": time_parts(records, wall_time_s=wall_time_s, coordinator_startup_s=coordinator_startup_s),
+        "time_parts_s": time_parts(
+            records,
+            wall_time_s=wall_time_s,
+            coordinator_startup_s=coordinator_startup_s,
+            peak_measurement_s=peak_measurement_s,
+        ),
     }
 
 
@@ -63,16 +74,23 @@ def _ends(records: Iterable[Record]) -> list[Record]:
 
 
 def time_parts(
-    records: Sequence[Record], *, wall_time_s: float | None, coordinator_startup_s: float | None
+    records: Sequence[Record],
+    *,
+    wall_time_s: float | None,
+    coordinator_startup_s: float | None,
+    peak_measurement_s: float | None = None,
 ) -> dict[str, float | None]:
     """Seconds of the wall time by part; `other` is what the named parts leave, so they add up to it.
 
-    The parts are those of the first process's `done` record; of a job without one, the sums of its steps and evaluations.
+    The parts are those of the first process's `done` record; of a job without one, what it told on its way: start-up and
+    compilation, steps and evaluations.
     """
     ends = _ends(records)
     parts = dict.fromkeys(TIME_PARTS) | (ends[0]["time_parts_s"] if ends else _sums(records))
     if coordinator_startup_s is not None:
         parts["startup"] = coordinator_startup_s + (parts["startup"] or 0.0)
+    if peak_measurement_s is not None:
+        parts["peak_measurement"] = peak_measurement_s
     named = sum(value for part, value in parts.items() if value is not None and part != "other")
     parts["other"] = None if wall_time_s is None else max(0.0, wall_time_s - named)
     return parts
@@ -80,8 +98,12 @@ def time_parts(
 
 def _sums(records: Sequence[Record]) -> dict[str, float | None]:
     steps = steps_of(records)
-    evaluations = [r.get("time_s") for r in records if r.get("kind") == "evaluation" and not r.get("process")]
+    own = [record for record in records if not record.get("process")]
+    evaluations = [r.get("time_s") for r in own if r.get("kind") == "evaluation"]
+    prepared = next((r for r in own if r.get("kind") == "prepared"), {})
     return {
+        "startup": prepared.get("startup_s"),
+        "compile": prepared.get("compile_s"),
         "untimed_steps": _sum(step.get("step_time_s") for step in steps if not step.get("timed")),
         "timed_steps": _sum(step.get("step_time_s") for step in steps if step.get("timed")),
         "evaluation": _sum(evaluations),

@@ -33,7 +33,8 @@ class Facts:
     experiment: a plain dict where the config was refused; plan: None where planning was; error: None if all went well
     environment: as `results.environment` gathers it; records: those of process 0, and the `done` record of every process
     wall_time_s: from the shell's start to now; coordinator_startup_s: from the shell's start to the start of the workers
-    tracking: what `Tracker.finish` returns
+    peak_measurement_s: what measuring this machine's peak took, or reading it
+    tracking: what `Tracker.finish` returns; rematerializations: as `partitioner.rematerializations` counts them
     """
 
     run_id: str
@@ -44,8 +45,10 @@ class Facts:
     error: BaseException | None = None
     wall_time_s: float | None = None
     coordinator_startup_s: float | None = None
+    peak_measurement_s: float | None = None
     peak: DevicePeak | None = None
     tracking: Mapping[str, Any] | None = None
+    rematerializations: int | None = None
 
 
 def build(facts: Facts) -> dict[str, Any]:
@@ -60,8 +63,13 @@ def build(facts: Facts) -> dict[str, Any]:
         "environment": {**facts.environment, "peak": plain_peak(facts.peak) if facts.peak else None},
         "plan": plan_summary(facts.plan),
         "predicted": _predicted(facts.plan),
-        "compiled": _compiled(),
-        "measured": measured(facts.records, wall_time_s=facts.wall_time_s, coordinator_startup_s=facts.coordinator_startup_s),
+        "compiled": {**_compiled(), "involuntary_rematerializations": facts.rematerializations},
+        "measured": measured(
+            facts.records,
+            wall_time_s=facts.wall_time_s,
+            coordinator_startup_s=facts.coordinator_startup_s,
+            peak_measurement_s=facts.peak_measurement_s,
+        ),
         "tracking": dict(facts.tracking) if facts.tracking else None,
     }
     found = metrics.values(result)

@@ -19,21 +19,27 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backen
 
 
 @pytest.fixture(scope="session")
-def torch_pool() -> Iterator[Callable[..., Any]]:
-    """Runs an experiment over 8 gloo ranks that are started once: (plain config, batches) -> `cases.Outcome`."""
-    from cases import Outcome
+def torch_ranks() -> Iterator[Any]:
+    """A `torch_pool.TorchPool` of 8 gloo ranks, started once."""
     from torch_pool import TorchPool
 
     with TorchPool(8) as pool:
+        yield pool
 
-        def run(config: dict[str, Any], batches: list[Any]) -> Outcome:
-            found = pool.run(config, batches, want=("weights", "gradients"))
-            replicas: dict[str, str] = {}
-            for digests in found["digests"]:
-                for part, digest in digests.items():
-                    assert replicas.setdefault(part, digest) == digest, f"replicas of {part} drifted apart"
-            planned = make_plan(experiment_from(config), FOUND).parameters
-            assert found["layouts"] == {p.parameter.name: p.weights for p in planned}
-            return Outcome(found["losses"], found["grad_norms"], found["gradients"], found["weights"])
 
-        yield run
+@pytest.fixture(scope="session")
+def torch_pool(torch_ranks: Any) -> Callable[..., Any]:
+    """Runs an experiment over the ranks: (plain config, batches) -> `cases.Outcome`. Layouts and replicas are checked."""
+    from cases import Outcome
+
+    def run(config: dict[str, Any], batches: list[Any]) -> Outcome:
+        found = torch_ranks.run(config, batches, want=("weights", "gradients"))
+        replicas: dict[str, str] = {}
+        for digests in found["digests"]:
+            for part, digest in digests.items():
+                assert replicas.setdefault(part, digest) == digest, f"replicas of {part} drifted apart"
+        planned = make_plan(experiment_from(config), FOUND).parameters
+        assert found["layouts"] == {p.parameter.name: p.weights for p in planned}
+        return Outcome(found["losses"], found["grad_norms"], found["gradients"], found["weights"])
+
+    return run

@@ -92,9 +92,7 @@ def split_cross_entropy(session: Any, job: Job, batches: Any) -> list[Any]:
     return [loss.item(), split.grad.full_tensor().numpy()]
 
 
-def test_cross_entropy_over_a_split_vocabulary_equals_the_whole_one():
-    from torch_pool import TorchPool
-
+def test_cross_entropy_over_a_split_vocabulary_equals_the_whole_one(torch_ranks):
     random = np.random.default_rng(0)
     logits = (random.standard_normal((2, 5, 24)) * 30).astype(np.float32)
     labels = random.integers(0, 24, (2, 5))
@@ -104,8 +102,7 @@ def test_cross_entropy_over_a_split_vocabulary_equals_the_whole_one():
     wanted.backward()
     assert whole.grad is not None
     experiment = plain(**choices("llama", "data", "torch"))
-    with TorchPool(8) as pool:
-        answers = pool.run(experiment, [logits, labels], call=split_cross_entropy)["results"]
+    answers = torch_ranks.run(experiment, [logits, labels], call=split_cross_entropy)["results"]
     assert len(answers) == 8
     for loss, gradient in answers:
         assert loss == pytest.approx(wanted.item(), rel=1e-5)

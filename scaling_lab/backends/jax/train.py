@@ -111,7 +111,7 @@ class JaxSession:
         self._compiled: Any = None
         self._compilations = 0
         self._steps_done = 0
-        self._evaluate = jax.jit(self._evaluation(), out_shardings=on.replicated)
+        self._evaluate: Any = None
         self._gradients = jax.jit(self._measured_gradients(), out_shardings=(on.replicated, on.shardings("gradients")))
 
     def prepare(self, batch: Batch) -> float:
@@ -155,8 +155,19 @@ class JaxSession:
             raise WorkerError("the session was asked for its weights before `prepare`")
         return self._weights
 
+    def prepare_evaluation(self, batch: Batch) -> float:
+        """Compile the evaluation, once."""
+        if self._evaluate is not None:
+            return 0.0
+        tokens, labels = self._placed(batch)
+        started = time.perf_counter()
+        program = jax.jit(self._evaluation(), out_shardings=self._on.replicated)
+        self._evaluate = program.lower(self._made(), tokens[0], labels[0]).compile()
+        return time.perf_counter() - started
+
     def evaluate(self, batch: Batch) -> Pending:
-        """Dispatch the loss of one batch; compiled at the first call."""
+        """Dispatch the loss of one batch."""
+        self.prepare_evaluation(batch)
         tokens, labels = self._placed(batch)
         return Dispatched(self._evaluate(self._made(), tokens[0], labels[0]), ())
 

@@ -25,9 +25,6 @@ from scaling_lab.plan.plan import ParameterPlan, Plan
 
 Placements = tuple[Shard | Replicate, ...]
 
-#: Rows over which this backend does not split a computation: norms and attention would see parts of what they sum over.
-WHOLE_ROWS = ("sequence", "embed", "head_dim")
-
 
 @dataclass(frozen=True, eq=False)
 class Placement:
@@ -106,32 +103,13 @@ class Placement:
         return all(self.place[axis] == 0 for axis in self.plan.mesh.real_axes if axis not in axes)
 
 
-def check_table(experiment: Experiment, plan: Plan) -> None:
-    """Refuse what the plan allows and this backend does not carry out. Raises PlanError naming the row or key."""
-    computed = [axis for axis in plan.rules.compute_axes if plan.mesh.size(axis) > 1]
-    if experiment.backend.compile and experiment.workload.remat != "none" and computed:
+def check_supported(experiment: Experiment, plan: Plan) -> None:
+    """Refuse what the plan allows and torch does not carry out. Raises PlanError naming the keys."""
+    split = [axis for axis in plan.rules.compute_axes if plan.mesh.size(axis) > 1]
+    if experiment.backend.compile and experiment.workload.remat != "none" and split:
         raise PlanError(
-            f"backend.compile=true with workload.remat={experiment.workload.remat}: torch cannot compile a checkpointed layer that "
-            f"is split over {', '.join(computed)}. Set workload.remat=none or backend.compile=false."
-        )
-    for row in WHOLE_ROWS:
-        split = [axis for axis in plan.rules.activations[row] if plan.mesh.size(axis) > 1]
-        if split:
-            raise PlanError(
-                f"sharding.activations.{row}={split}: the torch backend keeps this dim whole. Set mesh.{split[0]}=1, or "
-                f"sharding.activations.{row}=[]."
-            )
-    for planned in plan.parameters:
-        _check_refines(planned, "weights", "gradients")
-        _check_refines(planned, "gradients", "optimizer")
-
-
-def _check_refines(planned: ParameterPlan, coarse: str, fine: str) -> None:
-    outer, inner = getattr(planned, coarse), getattr(planned, fine)
-    if any(not set(kept) <= set(split) for kept, split in zip(outer.dims, inner.dims, strict=True)):
-        raise PlanError(
-            f"{planned.parameter.name}: its {fine} lie over {inner.dims}, which is not a further split of its {coarse} over "
-            f"{outer.dims}; the torch backend only splits further. Add the axes of sharding.{coarse} to sharding.{fine}."
+            f"backend.compile=true with workload.remat={experiment.workload.remat}: torch cannot compile a checkpointed layer "
+            f"that is split over {', '.join(split)}. Set workload.remat=none or backend.compile=false."
         )
 
 

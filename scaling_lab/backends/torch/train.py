@@ -17,7 +17,7 @@ from scaling_lab.backends.torch import fsdp, runtime, weights
 from scaling_lab.backends.torch.loss import IGNORED
 from scaling_lab.backends.torch.optimizer import make_optimizer, scale_gradients, set_learning_rate, square_sum, state_bytes
 from scaling_lab.backends.torch.reduce import buckets_of, take_gradient
-from scaling_lab.backends.torch.sharding import Placement, check_table
+from scaling_lab.backends.torch.sharding import Placement, check_supported
 from scaling_lab.backends.torch.transformer import Decoder
 from scaling_lab.plan.layout import Layout
 from scaling_lab.plan.schedule import learning_rate
@@ -26,7 +26,7 @@ from scaling_lab.plan.schedule import learning_rate
 def open_session(job: Job) -> TorchSession:
     """Join the other processes, make the weights and the optimizer. Raises WorkerError where the device is not the planned one."""
     runtime.check_planned(job.plan)
-    check_table(job.experiment, job.plan)
+    check_supported(job.experiment, job.plan)
     world = runtime.join(job)
     try:
         return TorchSession(job, world)
@@ -99,6 +99,10 @@ class TorchSession:
                 bucket.gather()
         self.steps_done += 1
         return Read({"lr": lr}, totals)
+
+    def prepare_evaluation(self, batch: Batch) -> float:
+        """Nothing is compiled ahead for it."""
+        return 0.0
 
     def evaluate(self, batch: Batch) -> Read:
         """Loss of one batch with the present weights."""
