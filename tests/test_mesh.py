@@ -121,7 +121,7 @@ def test_a_fixed_mesh_may_be_larger_than_what_was_found():
 
 def test_a_size_that_does_not_divide_what_was_found_is_refused_with_a_number_that_works():
     message = refusal(tensor=3)
-    assert "mesh.tensor=3: 3 does not divide the 8 devices that are there. Set mesh.devices=6." in message
+    assert "mesh.tensor=3: 3 does not divide 8, the devices there are without mesh.devices. Set mesh.devices=6." in message
 
 
 def test_a_mesh_that_is_not_the_devices_asked_for_is_refused_and_the_advice_plans():
