@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scaling_lab.backends.contract import Batch, Job, Pending, Session
+from scaling_lab.backends.rows import stored
 from scaling_lab.data import Rows, Source
 from scaling_lab.errors import ConfigError, WorkerError
 from scaling_lab.plan.layout import Layout
@@ -195,7 +196,7 @@ def _evaluate(state: Run, step: int) -> None:
     batches = min(state.job.experiment.workload.evaluation.batches or available, available)
     loss_sum = tokens = compile_s = 0.0
     for index in range(batches):
-        batch = _shaped(source.validation_rows(index, state.job.rows, batch_size), 1)
+        batch = _shaped(state.job, source.validation_rows(index, state.job.rows, batch_size), 1)
         if index == 0 and (compile_s := session.prepare_evaluation(batch)):
             state.clock.charge("evaluation")
             state.clock.move(compile_s, "evaluation", "evaluation_compile")
@@ -213,12 +214,12 @@ def _batch(job: Job, source: Source, step: int) -> Batch:
     """This process's rows of a step (1 for the first): row r of microbatch m is row m x microbatch + r of the global batch."""
     split = job.plan.batch
     rows = [m * split.microbatch + row for m in range(split.accumulation) for row in job.rows]
-    return _shaped(source.train_rows(step - 1, rows, job.experiment.workload.global_batch), split.accumulation)
+    return _shaped(job, source.train_rows(step - 1, rows, job.experiment.workload.global_batch), split.accumulation)
 
 
-def _shaped(rows: Rows, accumulation: int) -> Batch:
+def _shaped(job: Job, rows: Rows, accumulation: int) -> Batch:
     shape = (accumulation, len(rows.tokens) // accumulation, rows.tokens.shape[1])
-    return Batch(rows.tokens.reshape(shape), rows.labels.reshape(shape))
+    return Batch(stored(job, rows.tokens.reshape(shape)), stored(job, rows.labels.reshape(shape)))
 
 
 def _samples(state: Run, step: int) -> list[int] | None:

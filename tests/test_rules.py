@@ -119,19 +119,16 @@ def test_storing_over_an_axis_that_neither_computes_nor_divides_the_batch_is_ref
     assert plan("tensor", "auto", **{f"sharding.{column}.{name}": [] for column in ("weights", "activations") for name in rows})
 
 
-def test_context_parallelism_and_pipelines_are_refused_while_they_do_not_run():
-    changes = {"sharding.activations.sequence": ["context"], "mesh.context": 2}
-    assert "context parallel, which the lab does not run yet. Set mesh.context=1." in refusal(
-        "data", error=PlanError, **changes
-    )
-    assert plan("data", "auto", **{**changes, "mesh.context": 1})
+def test_pipelines_are_refused_while_they_do_not_run():
     changes = {"sharding.weights.layers": ["pipeline"], "mesh.pipeline": 2}
     assert "pipeline, which the lab does not run yet. Set mesh.pipeline=1." in refusal("data", error=PlanError, **changes)
 
 
-def test_splitting_the_sequence_over_an_fsdp_axis_is_refused_too():
+def test_a_sequence_split_inside_a_block_must_be_split_between_blocks_too_over_any_axis():
     changes = {"sharding.activations.batch": ["data"], "sharding.activations.sequence": ["fsdp"], "mesh.fsdp": 2}
-    assert "sharding.activations.sequence" in refusal("fsdp", error=PlanError, **changes)
+    assert "write residual_sequence: [fsdp]" in refusal("fsdp", error=PlanError, **changes)
+    both = {**changes, "sharding.activations.residual_sequence": ["fsdp"]}
+    assert plan("fsdp", "auto", **both).roles["fsdp"] == ("fsdp",)
 
 
 def test_gradients_may_not_be_split_less_than_weights():
@@ -156,6 +153,12 @@ def test_state_may_not_be_split_over_an_axis_that_repeats_the_work():
         ("tensor", "auto", {"data": ("data parallel",), "tensor": ("tensor parallel", "repeated")}),
         ("tensor_sequence", "auto", {"data": ("data parallel",), "tensor": ("tensor parallel", "sequence parallel")}),
         ("fsdp_tensor", "auto", {"fsdp": ("fsdp",), "tensor": ("tensor parallel", "repeated")}),
+        ("context", "auto", {"fsdp": ("fsdp",), "context": ("fsdp",)}),
+        (
+            "fsdp_tensor_context",
+            "auto",
+            {"fsdp": ("fsdp",), "context": ("fsdp",), "tensor": ("tensor parallel", "repeated")},
+        ),
         (
             "fsdp_tensor_sequence",
             "data2_fsdp2_tensor2",
@@ -169,9 +172,11 @@ def test_parallelism_is_read_off_the_table(table, mesh, expected):
 
 def test_every_shipped_table_is_read_above():
     assert TABLES == [
+        "context",
         "data",
         "fsdp",
         "fsdp_tensor",
+        "fsdp_tensor_context",
         "fsdp_tensor_sequence",
         "hsdp",
         "single",

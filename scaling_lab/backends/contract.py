@@ -39,7 +39,7 @@ class Batch:
     """This process's part of one optimizer step (or, with accumulation 1, of one evaluation batch).
 
     tokens, labels: int32 [accumulation, local rows, sequence], the rows being `Job.rows` of each microbatch in that order;
-    labels < 0 are ignored.
+    labels < 0 are ignored. Rows are whole, their tokens in the order of `plan.sequence`: a backend takes its devices' columns.
     """
 
     tokens: np.ndarray

@@ -1,4 +1,5 @@
-"""Which rows of a global batch a process reads: the split of `plan.batch`, applied to arrays. No framework, no data source."""
+"""Which rows of a global batch a process reads, in the order in which their tokens are stored: the splits of `plan.batch` and
+`plan.sequence`, applied to arrays. No framework, no data source."""
 
 from __future__ import annotations
 
@@ -17,4 +18,9 @@ def local_batch(job: Job, tokens: np.ndarray, labels: np.ndarray) -> Batch:
 
 def _split(job: Job, rows: np.ndarray) -> np.ndarray:
     microbatches = rows.reshape(-1, job.plan.batch.microbatch, rows.shape[1])
-    return np.ascontiguousarray(microbatches[:, list(job.rows)])
+    return stored(job, microbatches[:, list(job.rows)])
+
+
+def stored(job: Job, rows: np.ndarray) -> np.ndarray:
+    """Rows [..., sequence] in the text's order -> in the order in which the plan stores a sequence."""
+    return np.ascontiguousarray(rows[..., list(job.plan.sequence.positions)])

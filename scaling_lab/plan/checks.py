@@ -116,7 +116,7 @@ def _check_idle(rules: Rules, mesh: Mesh, roles: dict[str, tuple[str, ...]]) -> 
 
 
 def _check_implemented(roles: dict[str, tuple[str, ...]]) -> None:
-    known = {reading.DATA, reading.FSDP, reading.TENSOR, reading.REPEATED, reading.SEQUENCE}
+    known = {reading.DATA, reading.FSDP, reading.TENSOR, reading.REPEATED, reading.SEQUENCE, reading.CONTEXT}
     for axis, axis_roles in roles.items():
         unknown = [role for role in axis_roles if role not in known]
         if unknown:
@@ -147,9 +147,12 @@ def _scattered(parameter: Parameter, rules: Rules, mesh: Mesh) -> str | None:
 def _row_faults(axis: str, rules: Rules) -> Iterator[str]:
     """What a table asks of one axis and no backend computes, or only by repeating work."""
     acts = rules.activations
-    if axis in acts["sequence"]:
-        yield f"sharding.activations.sequence: {axis} splits it inside a block, which the lab does not run yet; write []"
-    if axis in acts["batch"]:
+    if axis in acts["sequence"] and axis not in acts["residual_sequence"]:
+        yield (
+            f"sharding.activations.sequence names {axis}, sharding.activations.residual_sequence does not: tokens stay where they "
+            f"are between blocks; write residual_sequence: [{', '.join((*acts['sequence'], *acts['residual_sequence']))}]"
+        )
+    if axis in rules.divided_axes:
         yield from _column_faults(axis, rules)
         return
     for row in ("embed", *TENSOR_ROWS, "head_dim"):
@@ -158,7 +161,8 @@ def _row_faults(axis: str, rules: Rules) -> Iterator[str]:
             has, lacks = ("weights", "activations") if stored else ("activations", "weights")
             yield (
                 f"sharding.{has}.{row} names {axis}, sharding.{lacks}.{row} does not: name it in both (tensor parallel) or in "
-                f"neither; only an axis of sharding.activations.batch may store weights that are computed whole"
+                f"neither; only an axis that divides the tokens (activations.batch, activations.sequence) may store weights that are "
+                f"computed whole"
             )
         elif computed and row not in TENSOR_ROWS:
             yield f"sharding.activations.{row}: {axis} splits the computation there, which the lab does not run yet; write []"
@@ -170,14 +174,14 @@ def _row_faults(axis: str, rules: Rules) -> Iterator[str]:
 
 
 def _column_faults(axis: str, rules: Rules) -> Iterator[str]:
-    """Gradients are split at least as weights are, optimizer state as gradients are; more only over the batch's axes."""
+    """Gradients are split at least as weights are, optimizer state as gradients are; more only over axes that divide tokens."""
     columns = (("weights", rules.weights), ("gradients", rules.gradients), ("optimizer", rules.optimizer))
     for (outer, above), (inner, below) in itertools.pairwise(columns):
         for row in above:
             if axis in above[row] and axis not in below[row]:
                 yield f"sharding.{inner}.{row} drops {axis}, over which sharding.{outer}.{row} is split; name it there too"
-            if axis in below[row] and axis not in above[row] and axis not in rules.activations["batch"]:
-                yield f"sharding.{inner}.{row} names {axis}, which does not divide the batch; take it out"
+            if axis in below[row] and axis not in above[row] and axis not in rules.divided_axes:
+                yield f"sharding.{inner}.{row} names {axis}, which does not divide the tokens; take it out"
 
 
 def check_memory(experiment: Experiment, count: Callable[[Experiment], dict[str, int]], available: int | None) -> None:

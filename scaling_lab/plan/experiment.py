@@ -85,6 +85,18 @@ class Evaluation:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Context:
+    """Where the table splits the sequence inside a block: how attention meets the other parts' keys and values, and the split.
+
+    strategy: `gather` them all, pass them round a `ring`, or exchange tokens for heads by `all_to_all` (Ulysses)
+    zigzag: parts of equal work under a causal mask (`all_to_all` has no use for it)
+    """
+
+    strategy: Literal["gather", "ring", "all_to_all"]
+    zigzag: bool
+
+
+@dataclass(frozen=True, config=STRICT)
 class Workload:
     """global_batch: rows per optimizer step; accumulation: microbatches it is split into; seed: of the parameters."""
 
@@ -96,6 +108,7 @@ class Workload:
     accumulation: Size
     seed: Count
     remat: Literal["none", "dots", "full"]
+    context: Context
     precision: Precision
     optimizer: Optimizer
     evaluation: Evaluation

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from scaling_lab.errors import ConfigError, PlanError
 from scaling_lab.models import decoder
 from scaling_lab.models.parameters import Parameter, total_size
-from scaling_lab.plan import auto, batch, checks, memory, sizes
+from scaling_lab.plan import auto, batch, checks, memory, sequence, sizes
 from scaling_lab.plan import roles as reading
 from scaling_lab.plan.experiment import MESH_AXES, Experiment
 from scaling_lab.plan.layout import Layout
@@ -48,6 +48,7 @@ class Plan:
     roles: dict[str, tuple[str, ...]]
     parameters: tuple[ParameterPlan, ...]
     batch: batch.BatchSplit
+    sequence: sequence.SequenceSplit
     bytes_per_device: dict[str, int]
     parameter_count: int
     flops_per_token: float
@@ -67,7 +68,11 @@ def make_plan(experiment: Experiment, found: Found) -> Plan:
     mesh = auto.resolve(experiment.mesh, rules, found.devices)
     roles = reading.roles(parameters, rules, mesh)
     checks.check_axes(parameters, rules, mesh, roles)
-    faults = [*sizes.size_faults(experiment, parameters, rules, mesh), *batch.faults(experiment.workload, rules, mesh)]
+    faults = [
+        *sizes.size_faults(experiment, parameters, rules, mesh),
+        *batch.faults(experiment.workload, rules, mesh),
+        *sequence.faults(experiment, rules, mesh),
+    ]
     if faults:
         raise PlanError("sizes that do not divide:\n" + "\n".join(f"  {fault}" for fault in faults))
     plans = tuple(_plan_parameter(parameter, rules, mesh) for parameter in parameters)
@@ -88,7 +93,7 @@ def _assemble(
     plans: tuple[ParameterPlan, ...],
     needed: dict[str, int],
 ) -> Plan:
-    model, sequence = experiment.model, experiment.workload.sequence
+    model, length = experiment.model, experiment.workload.sequence
     parameters = tuple(plan.parameter for plan in plans)
     per_host = experiment.backend.processes == "per_host"
     return Plan(
@@ -97,10 +102,11 @@ def _assemble(
         roles=reading.roles(parameters, rules, mesh),
         parameters=plans,
         batch=batch.split(experiment.workload, rules, mesh),
+        sequence=sequence.split(experiment, rules, mesh),
         bytes_per_device=needed,
         parameter_count=total_size(parameters),
-        flops_per_token=decoder.flops_per_token(model, sequence),
-        flops_per_token_causal=decoder.flops_per_token(model, sequence, causal=True),
+        flops_per_token=decoder.flops_per_token(model, length),
+        flops_per_token_causal=decoder.flops_per_token(model, length, causal=True),
         processes=mesh.hosts if per_host else mesh.devices,
         devices_per_process=mesh.devices_per_host if per_host else 1,
         platform=found.platform,

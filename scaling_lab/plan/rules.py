@@ -43,10 +43,15 @@ class Rules:
         return _unique(axis for row in TOKEN_ROWS for axis in self.activations[row])
 
     @property
+    def divided_axes(self) -> tuple[str, ...]:
+        """Mesh axes whose devices hold other tokens inside a block: by rows (`batch`) or by parts of the sequence."""
+        return _unique((*self.activations["batch"], *self.activations["sequence"]))
+
+    @property
     def compute_axes(self) -> tuple[str, ...]:
-        """Mesh axes that divide a computation other than by batch: those of every activation row but the batch's."""
-        rows = (axes for row, axes in self.activations.items() if row not in ("batch", "expert_batch"))
-        return _unique(axis for axes in rows for axis in axes)
+        """Mesh axes that divide the computation on the same tokens: those of every activation row that do not divide tokens."""
+        rows = (axes for row, axes in self.activations.items() if row not in ("batch", "expert_batch", "sequence"))
+        return tuple(axis for axis in _unique(axis for axes in rows for axis in axes) if axis not in self.divided_axes)
 
     @property
     def used_axes(self) -> tuple[str, ...]:

@@ -116,7 +116,9 @@ def _lookup_forward(how, stored, indices):
 def _lookup_backward(how, saved, dy):
     stored, indices = saved
     gradient = jnp.zeros(stored.shape, how.reduce_dtype).at[indices].add(dy.astype(how.reduce_dtype))
-    return how.scatter(gradient).astype(stored.dtype), None
+    # Summed whole before it is cut: the partitioner would rather gather the activations to where each part of the table lies.
+    whole = how.placement.constrain_weight(gradient, how.name, "compute")
+    return how.scatter(whole).astype(stored.dtype), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)

@@ -68,6 +68,11 @@ class Placement:
         assert len(layout.dims) == x.ndim, (name, x.shape)
         return jax.lax.with_sharding_constraint(x, self.named(layout))
 
+    @property
+    def positions(self) -> jax.Array:
+        """The position in the text of each stored token of a row, int32 [sequence]."""
+        return jax.numpy.asarray(self.plan.sequence.positions, np.int32)
+
     @functools.cached_property
     def described(self) -> dict[str, Parameter]:
         """Every parameter of the model by name."""

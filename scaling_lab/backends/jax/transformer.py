@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from scaling_lab.backends.jax import context
 from scaling_lab.backends.jax.attention import attend
 from scaling_lab.backends.jax.products import lookup, product, use
 from scaling_lab.backends.jax.remat import rematerialise
@@ -52,7 +53,7 @@ class Decoder(nnx.Module):
 
     def _through_layers(self, x):
         experiment, scanned = self.experiment, bool(self.experiment.backend.scan_layers)
-        tables = rotary_tables(experiment.model, x.shape[1]) if experiment.model.positions == "rope" else None
+        tables = rotary_tables(experiment.model, self.on.positions) if experiment.model.positions == "rope" else None
         layer = rematerialise(lambda layer, x: layer(x, tables), experiment.workload.remat, scanned=scanned)
         if scanned:
             return jax.lax.scan(lambda x, one: (layer(one, x), None), x, self.layers)[0]
@@ -72,7 +73,7 @@ class Embedding(nnx.Module):
         x = lookup(self.on, self.tokens, tokens)
         if self.positions is None:
             return x
-        return x + use(self.on, self.positions)[: tokens.shape[1]]
+        return x + lookup(self.on, self.positions, self.on.positions)
 
 
 class Layer(nnx.Module):
@@ -133,7 +134,10 @@ class Attention(nnx.Module):
         if tables is not None:
             query, key = rotary(query, tables), rotary(key, tables)
         query, key, value = on.constrain(query, QUERY), on.constrain(key, KEY_VALUE), on.constrain(value, KEY_VALUE)
-        mixed = attend(query, key, value, form=self.form, platform=on.plan.platform)
+        if on.plan.sequence.parts == 1:
+            mixed = attend(query, key, value, form=self.form, platform=on.plan.platform)
+        else:
+            mixed = context.attend(query, key, value, form=self.form, on=on)
         mixed = on.constrain(mixed, QUERY)  # (b, t, h, d)
         return _plus(on, product(on, "bthd,hde->bte", mixed, self.output), self.output_bias)
 

@@ -21,3 +21,10 @@ def reduce_scatter(every: Tensor, group: dist.ProcessGroup) -> Tensor:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(own, every.flatten(), group=group)
     return own.view(every.shape[1:])
+
+
+def all_to_all(every: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Row r of `every` [group, ...] goes to rank r; row r of the result came from it."""
+    came = every.new_empty(every.shape)
+    dist.all_to_all_single(came, every.contiguous(), group=group)
+    return came

@@ -11,10 +11,10 @@ from torch import Tensor
 from scaling_lab.models.model import Model, RopeScaling
 
 
-def rotary_tables(model: Model, sequence: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [sequence, 1, head_dim / 2] of position x frequency, float32."""
-    angles = torch.arange(sequence, dtype=torch.float32)[:, None, None] * torch.from_numpy(frequencies(model))
-    return angles.cos().to(device), angles.sin().to(device)
+def rotary_tables(model: Model, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [sequence, 1, head_dim / 2] of each stored token's position x frequency, float32."""
+    angles = positions.float()[:, None, None] * torch.from_numpy(frequencies(model)).to(positions.device)
+    return angles.cos(), angles.sin()
 
 
 def rotary(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

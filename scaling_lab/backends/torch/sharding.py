@@ -1,8 +1,8 @@
 """Layouts <-> DTensor placements: where activations and weights lie during the computation, and how they get there.
 
-Only the mesh axes that split a computation appear here (the compute mesh): the batch is local to each process, and how weights
-are stored beyond their compute layout belongs to `fsdp` and `weights`. Without such axes every tensor is a plain one. Reads
-mesh axes and rows from the plan only; must not know the model's equations.
+Only the mesh axes that split a computation on the same tokens appear here (the compute mesh): tokens (rows, and parts of a split
+sequence) are local to each process, and how weights are stored beyond their compute layout belongs to `fsdp` and `weights`. Without
+such axes every tensor is a plain one. Reads mesh axes and rows from the plan only; must not know the model's equations.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Placement:
 
     @cached_property
     def compute_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split a computation other than by rows, outermost first."""
+        """Mesh axes that split the computation on the same tokens, outermost first."""
         rules, mesh = self.plan.rules, self.plan.mesh
-        return tuple(axis for axis in mesh.real_axes if axis in rules.compute_axes and axis not in rules.activations["batch"])
+        return tuple(axis for axis in mesh.real_axes if axis in rules.compute_axes)
 
     @cached_property
     def compute_mesh(self) -> DeviceMesh | None:
@@ -71,6 +71,16 @@ class Placement:
     def compute_dtype(self) -> torch.dtype:
         """The dtype of products and of the residual stream."""
         return dtype_of(self.precision.compute)
+
+    @cached_property
+    def columns(self) -> slice:
+        """The stored tokens of a row that this process computes."""
+        return self.plan.sequence.columns(self.plan.mesh, self.process)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The position in the text of each of them, int64 [local sequence]."""
+        return torch.tensor(self.plan.sequence.positions[self.columns], device=self.device)
 
     def constrain(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         """An activation, laid out as the table says for its logical axes; its gradient comes back laid out likewise.

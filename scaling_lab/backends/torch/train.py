@@ -68,7 +68,7 @@ class TorchSession:
         self.optimizer = make_optimizer(experiment.workload.optimizer, self.in_buckets, self.stepped)
         counted = [on.first_along_others(piece.layout("optimizer").axes) for piece in self.in_buckets]
         self.counted = torch.tensor(counted, dtype=torch.float64, device=world.device)
-        self.counts_rows = on.first_along_others(job.plan.rules.activations["batch"])
+        self.counts_tokens = on.first_along_others(job.plan.rules.divided_axes)
         self.steps_done = 0
         if experiment.backend.compile:
             self.decoder.compile_parts()
@@ -171,8 +171,9 @@ class TorchSession:
 
     def _sums(self, batch: Batch, *, backward: bool = True) -> tuple[Tensor, Tensor]:
         """Sum of losses and number of valid tokens of this process's rows, float64; with `backward`, gradients of the sum."""
-        tokens = torch.from_numpy(batch.tokens.astype(np.int64)).to(self.world.device)
-        labels = torch.from_numpy(np.where(batch.labels < 0, IGNORED, batch.labels).astype(np.int64)).to(self.world.device)
+        own_tokens, own_labels = (x[..., self.on.columns].astype(np.int64) for x in (batch.tokens, batch.labels))
+        tokens = torch.from_numpy(own_tokens).to(self.world.device)
+        labels = torch.from_numpy(np.where(own_labels < 0, IGNORED, own_labels)).to(self.world.device)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for one_tokens, one_labels in zip(tokens, labels, strict=True):
             loss = self.decoder(one_tokens, one_labels)
@@ -182,8 +183,8 @@ class TorchSession:
         return total, (labels != IGNORED).sum().double()
 
     def _total(self, loss_sum: Tensor, count: Tensor, *others: Tensor) -> Tensor:
-        """Sums over all processes, in one collective; rows that several processes have are counted once."""
-        counts = float(self.counts_rows)
+        """Sums over all processes, in one collective; tokens that several processes have are counted once."""
+        counts = float(self.counts_tokens)
         local = torch.stack([loss_sum * counts, count * counts, *others])
         if self.world.mesh is not None:
             dist.all_reduce(local)

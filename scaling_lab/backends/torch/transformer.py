@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from scaling_lab.backends.torch import context
 from scaling_lab.backends.torch.attention import attend
 from scaling_lab.backends.torch.loss import cross_entropy_sum
 from scaling_lab.backends.torch.products import lookup, product, use
@@ -46,11 +47,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(experiment, on) for _ in range(experiment.model.layers))
         self.final_norm = Norm(experiment, on, "final_norm")
         self.head = Head(on)
-        self.tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tables: tuple[Tensor, Tensor] | None = None
 
     def forward(self, tokens, labels=None):
         x = self.on.constrain(self.embed(tokens), RESIDUAL)  # (b, t, e)
-        tables = self._tables(tokens.shape[1])
+        tables = self._tables()
         for layer in self.layers:
             x = layer(x, tables)
         return self.finish(x, labels)
@@ -69,13 +70,11 @@ class Decoder(nn.Module):
         if self.on.compute_mesh is None:
             self.finish = torch.compile(self.finish)  # type: ignore[method-assign]
 
-    def _tables(self, sequence: int) -> tuple[Tensor, Tensor] | None:
-        """The rotary tables of a sequence length, made once."""
-        if self.experiment.model.positions != "rope":
-            return None
-        if sequence not in self.tables:
-            self.tables[sequence] = rotary_tables(self.experiment.model, sequence, self.on.device)
-        return self.tables[sequence]
+    def _tables(self) -> tuple[Tensor, Tensor] | None:
+        """The rotary tables of this process's tokens, made once."""
+        if self.experiment.model.positions == "rope" and self.tables is None:
+            self.tables = rotary_tables(self.experiment.model, self.on.positions)
+        return self.tables
 
 
 class Embedding(nn.Module):
@@ -94,7 +93,7 @@ class Embedding(nn.Module):
         x = self.on.constrain(lookup(self.on, self.tokens, tokens), RESIDUAL)
         if self.positions is None:
             return x
-        return x + self.on.constrain(use(self.on, self.positions)[: tokens.shape[1]], RESIDUAL[1:])
+        return x + self.on.constrain(lookup(self.on, self.positions, self.on.positions), RESIDUAL[1:])
 
 
 class Layer(nn.Module):
@@ -178,7 +177,9 @@ class Attention(nn.Module):
         """Attention of the heads on one device, queries and keys turned by their positions."""
         if tables is not None:
             query, key = rotary(query, tables), rotary(key, tables)
-        return attend(query, key, value, form=self.form)
+        if self.on.plan.sequence.parts == 1:
+            return attend(query, key, value, form=self.form)
+        return context.attend(query, key, value, form=self.form, on=self.on)
 
 
 class Mlp(nn.Module):
