@@ -39,6 +39,7 @@ def test_raw_ids_are_mapped_as_nanogpt_writes_them(tmp_path, dtype):
         "bytes": len(IDS) * np.dtype(dtype).itemsize,
         "tokens": len(IDS),
         "files": 1,
+        "documents": None,
         "train_tokens": int(len(IDS) * 0.95),
         "validation_tokens": len(IDS) - int(len(IDS) * 0.95),
         "validation": None,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from scaling_lab.data.cache import load_or_build
-from scaling_lab.data.corpus import byte_corpus
+from scaling_lab.data.corpus import Corpus, byte_corpus
+from scaling_lab.data.documents import ListedBorders
 from scaling_lab.data.stdlib import stdlib_corpus
 
 ROOT = Path(__file__).parents[1]
@@ -20,12 +21,12 @@ LICENSE = Path(sysconfig.get_path("stdlib"), "this.py").read_bytes()
 class Builder:
     """Builds the corpus of one real text, and counts how often."""
 
-    def __init__(self, text: bytes = LICENSE):
-        self.text, self.built = text, 0
+    def __init__(self, *texts: bytes):
+        self.texts, self.built = texts or (LICENSE,), 0
 
     def __call__(self):
         self.built += 1
-        return byte_corpus(self.text, 1)
+        return byte_corpus(self.texts, 1)
 
     def load(self, folder, signature="now"):
         return load_or_build(folder, "text", signature, self)
@@ -38,6 +39,41 @@ def test_the_second_job_maps_what_the_first_built(tmp_path):
     assert bytes(second.tokens) == bytes(first.tokens) == LICENSE
     assert second.facts == first.facts
     assert isinstance(second.tokens.base, np.memmap)
+
+
+def test_where_documents_begin_is_mapped_too(tmp_path):
+    builder = Builder(b"abc", b"", b"defg")
+    builder.load(tmp_path)
+    # "abc\n", "\n", "defg": 4 bytes, 1 byte, 4 bytes.
+    mapped = builder.load(tmp_path)
+    assert builder.built == 1
+    assert isinstance(mapped.borders, ListedBorders)
+    assert mapped.borders.positions.tolist() == [0, 4, 5]
+    assert isinstance(mapped.borders.positions.base, np.memmap)
+    assert mapped.borders.positions.flags.aligned
+    assert bytes(mapped.tokens) == b"abc\n\ndefg"
+    assert mapped.record["documents"] == 3
+
+
+def test_unknown_borders_stay_unknown_and_no_document_is_no_unknown(tmp_path):
+    facts = byte_corpus([LICENSE], 1).facts
+    for borders in (None, ListedBorders(np.empty(0, np.int64))):
+        corpus = Corpus(np.empty(0, np.uint8), facts, borders)
+        found = load_or_build(tmp_path, "facts", str(borders is None), lambda corpus=corpus: corpus)
+        assert found is not corpus
+        assert found.record["documents"] == (None if borders is None else 0)
+
+
+def test_an_entry_of_the_format_before_is_built_again(tmp_path):
+    builder = Builder()
+    builder.load(tmp_path)
+    path = tmp_path / "text.tokens"
+    content = path.read_bytes()
+    assert content.startswith(b'{"format": 2, ')
+    path.write_bytes(content.replace(b'"format": 2', b'"format": 1', 1))
+    builder.load(tmp_path)
+    assert builder.built == 2
+    assert path.read_bytes() == content
 
 
 def test_no_folder_means_no_cache():
@@ -68,6 +104,16 @@ def _flip_a_token(path: Path) -> None:
     path.write_bytes(content)
 
 
+def _move_a_document(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[1024] ^= 1
+    path.write_bytes(content)
+
+
+def _forget_the_documents(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"starts": 1,', b'"starts": 0,'))
+
+
 def _zero_the_end(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-100] + bytes(100))
@@ -82,7 +128,17 @@ def _a_header_of_another_kind(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [_truncate, _empty, _flip_a_token, _zero_the_end, _spoil_the_header, _a_header_of_another_kind]
+    "damage",
+    [
+        _truncate,
+        _empty,
+        _flip_a_token,
+        _zero_the_end,
+        _move_a_document,
+        _forget_the_documents,
+        _spoil_the_header,
+        _a_header_of_another_kind,
+    ],
 )
 def test_a_damaged_entry_is_built_again(tmp_path, damage):
     builder = Builder()

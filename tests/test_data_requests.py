@@ -43,10 +43,11 @@ def test_a_source_of_files_without_a_path_is_refused(source):
         ("english", "tokenizer", "t.json", "text"),
         ("synthetic", "validation_path", "val.bin", "text or tokens"),
         ("stdlib", "dtype", "uint16", "tokens"),
+        ("text", "document_end", 0, "tokens"),
     ],
 )
 def test_a_key_without_a_use_is_refused_with_the_source_that_has_one(source, key, value, able):
-    message = refusal(source, **{key: value})
+    message = refusal(source, **{"path": "x.txt"} if source == "text" else {}, **{key: value})
     assert f"data.{key}={value}: data.source={source} has no use for it" in message
     assert message.endswith(f"or choose data={able}")
 
@@ -119,6 +120,30 @@ def test_a_tokenizer_that_is_missing_or_no_tokenizer_is_refused(tmp_path):
 def test_a_raw_file_needs_its_dtype(tmp_path):
     path = written(tmp_path / "ids.bin", ZEN)
     assert "set data.dtype=uint16 (nanoGPT) or uint32" in refusal("tokens", path=path, dtype=None)
+
+
+def ids(folder: Path, *values: int) -> Path:
+    np.array(values, np.uint16).tofile(folder / "ids.bin")
+    return folder / "ids.bin"
+
+
+def test_packed_ids_need_the_id_that_ends_a_document(tmp_path):
+    message = refusal("tokens", path=ids(tmp_path, *range(99)), pack=True)
+    assert message.startswith("data.document_end is missing: data.pack=true")
+    assert message.endswith("set data.document_end=ID (nanoGPT writes 50256), or data.pack=false")
+
+
+def test_the_end_of_documents_is_refused_where_nothing_is_packed(tmp_path):
+    message = refusal("tokens", path=ids(tmp_path, *range(99)), document_end=7)
+    assert message == ("data.document_end=7: data.pack=false has no use for it; set data.document_end=null, or data.pack=true")
+
+
+@pytest.mark.parametrize("end", [98, 99, 70000])
+def test_an_id_that_never_ends_a_document_is_refused(tmp_path, end):
+    # The file holds 0..98: 98 ends nothing but the file, 99 is not there, 70,000 fits into no uint16.
+    message = refusal("tokens", path=ids(tmp_path, *range(99)), pack=True, document_end=end)
+    assert f"data.document_end={end}: data.path={tmp_path}/ids.bin is one document of 99 tokens" in message
+    assert message.endswith("or data.pack=false data.document_end=null")
 
 
 @pytest.mark.parametrize(("content", "size"), [(ZEN + b"!", 31), (b"", 0)])

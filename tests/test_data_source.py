@@ -155,6 +155,7 @@ def test_chosen_rows_can_be_ignored_altogether():
     assert (emptied.labels != IGNORED).sum(1).tolist() == [4, 0, 0, 4]
     assert (emptied.tokens == rows.tokens).all()
     assert (rows.labels != IGNORED).all()
+    assert rows.documents is emptied.documents is None
 
 
 @pytest.mark.parametrize(("step", "rows"), [(-1, [0]), (0, [4]), (0, [-1])])

@@ -118,6 +118,7 @@ def test_a_held_out_file_leaves_the_text_whole(folder):
         "bytes": len(held_out),
         "tokens": len(held_out),
         "files": 1,
+        "documents": 1,
     }
 
 

@@ -1,8 +1,8 @@
 """Built corpora kept on disk between jobs: memory-mapped, written atomically, checked when read.
 
-An entry is one file: a header of JSON padded to 1,024 bytes, then the token ids. Its name says what was built, the signature in
-its header from which state of it, so a change overwrites an entry and never piles up. A damaged entry is built again; a folder
-that cannot be written is no error. Must not know how a corpus is built.
+An entry is one file: a header of JSON padded to 1,024 bytes, where documents begin (int64), the token ids. Its name says what
+was built, the signature in its header from which state of it, so a change overwrites an entry and never piles up. A damaged
+entry is built again; a folder that cannot be written is no error. Must not know how a corpus is built.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from typing import IO, Any
 import numpy as np
 
 from scaling_lab.data.corpus import Corpus, Facts
+from scaling_lab.data.documents import ListedBorders
 
-_FORMAT = 1
+_FORMAT = 2
 _HEADER_BYTES = 1024
+_POSITION = np.dtype("<i8")
 _CHECKED_BYTES = 32 * 2**20
 
 
@@ -60,39 +62,57 @@ def _read(path: Path, signature: str) -> Corpus | None:
             header = json.loads(file.read(_HEADER_BYTES))
             if header["format"] != _FORMAT or header["signature"] != signature:
                 return None
-            facts = Facts(**header["facts"])
-            tokens = _map(file, np.dtype(header["dtype"]), header["count"])
-            return Corpus(tokens, facts) if _checksum(tokens) == header["crc32"] else None
+            starts, tokens = _arrays(file, header["starts"] or 0, np.dtype(header["dtype"]), header["count"])
+            if _checksum(starts, tokens) != header["crc32"]:
+                return None
+            return Corpus(tokens, Facts(**header["facts"]), None if header["starts"] is None else ListedBorders(starts))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def _map(file: IO[bytes], dtype: np.dtype[Any], count: int) -> np.ndarray:
-    if os.fstat(file.fileno()).st_size != _HEADER_BYTES + count * dtype.itemsize:
+def _arrays(file: IO[bytes], starts: int, dtype: np.dtype[Any], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The starts come first, where 8 bytes are aligned: to bisect an unaligned array, NumPy would copy it whole each time."""
+    border = _HEADER_BYTES + starts * _POSITION.itemsize
+    if os.fstat(file.fileno()).st_size != border + count * dtype.itemsize:
         raise ValueError("truncated")
+    return _map(file, _POSITION, _HEADER_BYTES, starts), _map(file, dtype, border, count)
+
+
+def _map(file: IO[bytes], dtype: np.dtype[Any], offset: int, count: int) -> np.ndarray:
     if count == 0:
         return np.empty(0, dtype)
-    return np.asarray(np.memmap(file, dtype, "r", _HEADER_BYTES, (count,)))
+    return np.asarray(np.memmap(file, dtype, "r", offset, (count,)))
 
 
-def _checksum(tokens: np.ndarray) -> int:
-    """CRC of the ids; of the first and last 32 MiB where there are more, so that a huge entry still opens at once."""
-    data = tokens.view(np.uint8).data
-    if len(data) <= 2 * _CHECKED_BYTES:
-        return zlib.crc32(data)
-    return zlib.crc32(data[-_CHECKED_BYTES:], zlib.crc32(data[:_CHECKED_BYTES]))
+def _checksum(*arrays: np.ndarray) -> int:
+    """CRC of the arrays; of the first and last 32 MiB of one that is larger, so that a huge entry still opens at once."""
+    crc = 0
+    for array in arrays:
+        data = array.view(np.uint8).data
+        parts = [data] if len(data) <= 2 * _CHECKED_BYTES else [data[:_CHECKED_BYTES], data[-_CHECKED_BYTES:]]
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+    return crc
 
 
 def _write(path: Path, signature: str, corpus: Corpus) -> None:
+    assert corpus.borders is None or isinstance(corpus.borders, ListedBorders), "computed borders need no cache"
+    starts = np.ascontiguousarray(corpus.borders.positions if corpus.borders else (), _POSITION)
     tokens = np.ascontiguousarray(corpus.tokens)
     header = {"format": _FORMAT, "signature": signature, "facts": dataclasses.asdict(corpus.facts)}
-    header |= {"dtype": tokens.dtype.str, "count": len(tokens), "crc32": _checksum(tokens)}
+    header |= {
+        "starts": corpus.borders and corpus.borders.count,
+        "dtype": tokens.dtype.str,
+        "count": len(tokens),
+        "crc32": _checksum(starts, tokens),
+    }
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".part")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(json.dumps(header).encode().ljust(_HEADER_BYTES))
+                file.write(starts.data)
                 file.write(tokens.data)
             os.replace(temporary, path)
         except BaseException:

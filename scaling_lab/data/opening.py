@@ -14,7 +14,10 @@ from scaling_lab.data.token_file import token_corpus
 from scaling_lab.errors import ConfigError
 from scaling_lab.plan.experiment import DataConfig
 
-_KEYS = {"text": ("path", "validation_path", "tokenizer"), "tokens": ("path", "validation_path", "dtype")}
+_KEYS = {
+    "text": ("path", "validation_path", "tokenizer"),
+    "tokens": ("path", "validation_path", "dtype", "document_end"),
+}
 
 
 def open_source(config: DataConfig, vocab: int, sequence: int, cache_folder: Path | None = None) -> Source:
@@ -24,10 +27,12 @@ def open_source(config: DataConfig, vocab: int, sequence: int, cache_folder: Pat
     wrong with the keys or the files.
     """
     _check_keys(config)
+    _check_document_end(config)
     _check_overlap(config)
     corpus = _corpus(config, "path", vocab, cache_folder)
     held_out = _corpus(config, "validation_path", vocab, cache_folder) if config.validation_path else None
     _check_vocab(corpus, vocab, "path")
+    _check_documents(corpus, config)
     if held_out:
         _check_vocab(held_out, vocab, "validation_path")
     train, validation = _splits(corpus, held_out, config)
@@ -46,13 +51,37 @@ def _check_keys(config: DataConfig) -> None:
     used = _KEYS.get(config.source, ())
     if used and config.path is None:
         raise ConfigError(f"data.path is missing: data.source={config.source} reads files; set data.path=PATH")
-    for key in ("path", "validation_path", "tokenizer", "dtype"):
+    for key in ("path", "validation_path", "tokenizer", "dtype", "document_end"):
         if getattr(config, key) is not None and key not in used:
             able = " or ".join(source for source, keys in _KEYS.items() if key in keys)
             raise ConfigError(
                 f"data.{key}={getattr(config, key)}: data.source={config.source} has no use for it; "
                 f"set data.{key}=null, or choose data={able}"
             )
+
+
+def _check_document_end(config: DataConfig) -> None:
+    """Ids on disk do not say where a document ends, and only packing asks."""
+    if config.source == "tokens" and config.pack and config.document_end is None:
+        raise ConfigError(
+            "data.document_end is missing: data.pack=true needs the id that ends a document in data.source=tokens; set "
+            "data.document_end=ID (nanoGPT writes 50256), or data.pack=false"
+        )
+    if config.document_end is not None and not config.pack:
+        raise ConfigError(
+            f"data.document_end={config.document_end}: data.pack=false has no use for it; set data.document_end=null, or "
+            f"data.pack=true"
+        )
+
+
+def _check_documents(corpus: Corpus, config: DataConfig) -> None:
+    """A wrong id would pack nothing, and nobody would notice."""
+    if config.document_end is not None and corpus.borders and corpus.borders.count == 1:
+        raise ConfigError(
+            f"data.document_end={config.document_end}: data.path={config.path} is one document of {len(corpus.tokens)} tokens, "
+            f"since no token but perhaps its last is {config.document_end}; set data.document_end to the id that ends its "
+            f"documents, or data.pack=false data.document_end=null"
+        )
 
 
 def _check_overlap(config: DataConfig) -> None:
@@ -80,7 +109,7 @@ def _corpus(config: DataConfig, key: str, vocab: int, cache_folder: Path | None)
         return english_corpus()
     if config.source == "text":
         return text_corpus(path, f"data.{key}", config.tokenizer, cache_folder)
-    return token_corpus(path, f"data.{key}", config.dtype, cache_folder)
+    return token_corpus(path, f"data.{key}", config.dtype, config.document_end, cache_folder)
 
 
 def _check_vocab(corpus: Corpus, vocab: int, key: str) -> None:
@@ -96,9 +125,13 @@ def _splits(corpus: Corpus, held_out: Corpus | None, config: DataConfig) -> tupl
     """Training and validation: the validation file, or else the last validation_fraction of the tokens (nanoGPT's rounding)."""
     total = len(corpus.tokens)
     if held_out:
-        return Split(corpus.tokens, 0, total, True), Split(held_out.tokens, 0, len(held_out.tokens), False)
+        return _split(corpus, 0, total, True, config), _split(held_out, 0, len(held_out.tokens), False, config)
     border = int(total * (1 - config.validation_fraction))
-    return Split(corpus.tokens, 0, border, True), Split(corpus.tokens, border, total, False)
+    return _split(corpus, 0, border, True, config), _split(corpus, border, total, False, config)
+
+
+def _split(corpus: Corpus, start: int, stop: int, whole: bool, config: DataConfig) -> Split:
+    return Split(corpus.tokens, start, stop, whole, corpus.borders if config.pack else None)
 
 
 def _check_length(train: Split, validation: Split, config: DataConfig, sequence: int) -> None:

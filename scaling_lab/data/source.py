@@ -1,7 +1,7 @@
-"""Rows of any optimizer step: the split into training and validation, the windows, their order, padding and raggedness.
+"""Rows of any optimizer step: training and validation, the windows, their order, padding, raggedness, documents.
 
 Owns the meaning of a sample: window i of a split has inputs [i x sequence, (i + 1) x sequence) and as labels the tokens one
-further on. Must not know where tokens come from, nor who computes which row.
+further on; if packed, no label is of another document. Must not know where tokens come from, nor who computes which row.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from scaling_lab.data.corpus import Tokens
+from scaling_lab.data.documents import Borders
 from scaling_lab.data.order import below, counter_hash, key_for, shuffled
 
 #: The label of a position that no loss counts.
@@ -25,11 +26,14 @@ class Rows:
 
     samples: int64 [rows]. Training: epoch x num_train_samples + window, so ids are unique over a whole run; validation: the
     window; -1: a row that only fills a batch.
+    documents: int32 [rows, sequence], None unless packed: the number within its row, from 0, of the document that a token
+    belongs to. A window that begins inside a document begins its row's document 0; padding continues the last number.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
     samples: np.ndarray
+    documents: np.ndarray | None = None
 
     def ignoring(self, rows: Sequence[int]) -> Rows:
         """The same rows with every label of the given ones (positions in this object) ignored."""
@@ -40,12 +44,16 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The part [start, stop) of a corpus. `whole`: only full windows (training); else the last one may be short."""
+    """The part [start, stop) of a corpus. `whole`: only full windows (training); else the last one may be short.
+
+    borders: where the corpus's documents begin, if rows are packed
+    """
 
     tokens: Tokens
     start: int
     stop: int
     whole: bool
+    borders: Borders | None = None
 
     def num_samples(self, sequence: int) -> int:
         """Windows of sequence + 1 tokens, each sharing one token with the next, so that every label appears once."""
@@ -54,16 +62,20 @@ class Split:
 
     def window(self, index: int, sequence: int) -> np.ndarray:
         """Tokens of a window: sequence + 1 of them, or fewer (at least 2) in a last short one."""
-        first = self.start + index * sequence
+        first = self.first(index, sequence)
         return self.tokens[first : min(first + sequence + 1, self.stop)]
+
+    def first(self, index: int, sequence: int) -> int:
+        """Where in the corpus a window begins."""
+        return self.start + index * sequence
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
     """Random access to rows by step. Equal for every mesh, host count, backend and accumulation.
 
-    corpus: {source, sha256, bytes, tokens, files, train_tokens, validation_tokens, validation}, where validation holds the
-    facts of data.validation_path, or null
+    corpus: {source, sha256, bytes, tokens, files, documents, train_tokens, validation_tokens, validation}, where validation
+    holds the facts of data.validation_path, or null
     """
 
     corpus: dict[str, Any]
@@ -112,7 +124,11 @@ class Source:
             valid = min(len(piece) - 1, limits[row])
             tokens[row, :valid] = piece[:valid]
             labels[row, :valid] = piece[1 : valid + 1]
-        return Rows(tokens, labels, samples)
+        if split.borders is None:
+            return Rows(tokens, labels, samples)
+        firsts = [split.first(window, self.sequence) for window in windows.tolist()]
+        labels, documents = _packed(labels, firsts, split.borders)
+        return Rows(tokens, labels, samples, documents)
 
     def _limits(self, windows: np.ndarray, purpose: str) -> list[int]:
         """How many labels each window may keep: all, or if ragged a pseudo-random number from 1 to sequence."""
@@ -120,6 +136,20 @@ class Source:
             return [self.sequence] * len(windows)
         bits = counter_hash(key_for(self.seed, f"ragged {purpose}"), windows)
         return (1 + below(bits, self.sequence)).tolist()
+
+
+def _packed(labels: np.ndarray, firsts: Sequence[int], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
+    """The labels that are of their token's document, and the documents' numbers. firsts: where in the corpus rows begin."""
+    labels, begins = labels.copy(), np.zeros_like(labels)
+    for row, first in enumerate(firsts):
+        valid = int((labels[row] != IGNORED).sum())
+        if valid == 0:
+            continue
+        # Label i is token i + 1, so labels are of tokens 1..valid; token `valid` itself is not in the row, or is padding.
+        starts = borders.starts(first + 1, first + valid + 1) - first
+        labels[row, starts - 1] = IGNORED
+        begins[row, starts[starts < valid]] = 1
+    return labels, begins.cumsum(axis=1, dtype=np.int32)
 
 
 def _positions(step: int, rows: Sequence[int], global_batch: int) -> np.ndarray:

@@ -24,11 +24,9 @@ LEFT_OUT_FOLDERS = frozenset(
 #: Not read: written by the build, with the builder's paths in them.
 LEFT_OUT_PREFIXES = ("_sysconfigdata", "sitecustomize", "config-")
 
-_SEPARATOR = b"\n"
-
 
 def stdlib_corpus(cache_folder: Path | None) -> Corpus:
-    """Byte tokens of every .py file of the standard library, by sorted relative path, joined by a newline.
+    """Byte tokens of every .py file of the standard library, by sorted relative path, joined by a newline; each is a document.
 
     Raises ConfigError where this Python came without its sources.
     """
@@ -58,13 +56,16 @@ def _sources(root: str, relative: str) -> Iterator[tuple[str, int, int]]:
 
 
 def _joined(root: str, names: list[str]) -> Corpus:
-    return byte_corpus(_SEPARATOR.join(Path(root, name).read_bytes() for name in names), len(names))
+    return byte_corpus([Path(root, name).read_bytes() for name in names], len(names))
 
 
 def english_corpus() -> Corpus:
-    """Byte tokens of pydoc's topics (the language reference, several hundred kB of English), in their order, end to end."""
+    """Byte tokens of pydoc's topics in their order, joined by a newline; each is a document.
+
+    They are the language reference: several hundred kB of English.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError:
         raise ConfigError("data.source=english: this Python has no pydoc_data; use data=text data.path=FILE") from None
-    return byte_corpus("\n".join(topics.values()).encode(), 1)
+    return byte_corpus([topic.encode() for topic in topics.values()], 1)

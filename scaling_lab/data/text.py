@@ -15,11 +15,12 @@ import numpy as np
 
 from scaling_lab.data.cache import load_or_build, signature_of, state_of
 from scaling_lab.data.corpus import Corpus, Facts, byte_corpus, smallest_dtype
+from scaling_lab.data.documents import borders_of_lengths
 from scaling_lab.errors import ConfigError
 
 
 def text_corpus(path: str, key: str, tokenizer: str | None, cache_folder: Path | None) -> Corpus:
-    """The tokens of the files that a path means (`files_of`).
+    """The tokens of the files that a path means (`files_of`). Each file is a document.
 
     Bytes: the files joined by a newline. With a tokenizer: each file encoded by itself, with the special tokens that the
     tokenizer adds to a text (such as a begin token), one after the other. key: the config key that gave the path.
@@ -62,7 +63,7 @@ def _in_folder(path: str) -> list[str]:
 
 
 def _bytes(files: list[str], key: str) -> Corpus:
-    return byte_corpus(b"\n".join(_utf8(file, key) for file in files), len(files))
+    return byte_corpus([_utf8(file, key) for file in files], len(files))
 
 
 def _utf8(file: str, key: str) -> bytes:
@@ -91,7 +92,8 @@ def _encoded(files: list[str], key: str, tokenizer: str) -> Corpus:
     pieces = [np.array(encoder.encode(text.decode()).ids, np.uint32) for text in texts]
     largest = max((int(piece.max(initial=0)) for piece in pieces), default=0)
     tokens = np.concatenate(pieces).astype(smallest_dtype(largest))
-    return Corpus(tokens, Facts(hashlib.sha256(tokens.data).hexdigest(), sum(map(len, texts)), len(files), largest))
+    facts = Facts(hashlib.sha256(tokens.data).hexdigest(), sum(map(len, texts)), len(files), largest)
+    return Corpus(tokens, facts, borders_of_lengths(map(len, pieces)))
 
 
 def _tokenizer(path: str) -> Any:

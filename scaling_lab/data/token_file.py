@@ -13,15 +13,17 @@ import numpy as np
 
 from scaling_lab.data.cache import load_or_build, signature_of, state_of
 from scaling_lab.data.corpus import Corpus, Facts
+from scaling_lab.data.documents import ListedBorders
 from scaling_lab.errors import ConfigError
 
 _CHUNK = 2**22
 
 
-def token_corpus(path: str, key: str, dtype: str | None, cache_folder: Path | None) -> Corpus:
+def token_corpus(path: str, key: str, dtype: str | None, document_end: int | None, cache_folder: Path | None) -> Corpus:
     """The ids of a file, memory-mapped. key: the config key that gave the path. Raises ConfigError for anything else in it.
 
-    The first time every id is read, for the hash and the largest; these facts are cached by the file's size and time.
+    document_end: the id that ends a document; None: where documents begin is unknown. The first time every id is read, for the
+    hash, the largest and the documents; these findings are cached by the file's size and time.
     """
     if not os.path.isfile(path):
         raise ConfigError(f"{key}={path}: no such file; give an array of token ids, raw (.bin) or .npy")
@@ -29,9 +31,10 @@ def token_corpus(path: str, key: str, dtype: str | None, cache_folder: Path | No
         tokens = _map_npy(path, key, dtype) if path.endswith(".npy") else _map_raw(path, key, dtype)
     except OSError as error:
         raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from None
-    name, signature = f"facts-{signature_of([path])[:16]}", signature_of([state_of(Path(path)), tokens.dtype.str])
-    checked = load_or_build(cache_folder, name, signature, lambda: Corpus(np.empty(0, np.uint8), _facts(tokens, path, key)))
-    return Corpus(tokens, checked.facts)
+    kind = "facts" if document_end is None else f"documents-{document_end}"
+    name, signature = f"{kind}-{signature_of([path])[:16]}", signature_of([state_of(Path(path)), tokens.dtype.str])
+    found = load_or_build(cache_folder, name, signature, lambda: _findings(tokens, path, key, document_end))
+    return Corpus(tokens, found.facts, found.borders)
 
 
 def _map_raw(path: str, key: str, dtype: str | None) -> np.ndarray:
@@ -58,12 +61,23 @@ def _map_npy(path: str, key: str, dtype: str | None) -> np.ndarray:
     return np.asarray(tokens)
 
 
-def _facts(tokens: np.ndarray, path: str, key: str) -> Facts:
+def _findings(tokens: np.ndarray, path: str, key: str, document_end: int | None) -> Corpus:
+    """What one reading of the whole file finds, chunk by chunk: a corpus without the tokens, which stay where they are."""
     digest, largest = hashlib.sha256(), 0
+    starts = [np.zeros(1, np.int64)]
     for first in range(0, len(tokens), _CHUNK):
         chunk = np.ascontiguousarray(tokens[first : first + _CHUNK])
         if int(chunk.min()) < 0:
             raise ConfigError(f"{key}={path}: holds the negative id {chunk.min()}; token ids count from 0")
         digest.update(chunk.data)
         largest = max(largest, int(chunk.max()))
-    return Facts(digest.hexdigest(), os.path.getsize(path), 1, largest)
+        if document_end is not None:
+            starts.append(first + 1 + np.flatnonzero(chunk == document_end))
+    facts = Facts(digest.hexdigest(), os.path.getsize(path), 1, largest)
+    return Corpus(np.empty(0, np.uint8), facts, None if document_end is None else _borders(starts, len(tokens)))
+
+
+def _borders(starts: list[np.ndarray], total: int) -> ListedBorders:
+    """An id that ends the last document is followed by no other."""
+    positions = np.concatenate(starts)
+    return ListedBorders(positions[positions < total])

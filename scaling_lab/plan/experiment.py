@@ -123,6 +123,7 @@ class DataConfig:
     validation_path: held-out data of its own, instead of a share of `path`
     seed: of the shuffled order; ragged: rows end early at pseudo-random lengths, the rest padded and ignored
     record_samples: write each step's sample ids to records.jsonl
+    pack: tokens see only their own document; document_end: the id after which one ends (`tokens`, if packed)
     """
 
     source: Literal["synthetic", "stdlib", "english", "text", "tokens"]
@@ -135,6 +136,8 @@ class DataConfig:
     shuffle: bool
     ragged: bool
     record_samples: bool
+    pack: bool
+    document_end: Count | None
 
 
 @dataclass(frozen=True, config=STRICT)
