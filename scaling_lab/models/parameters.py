@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 #: The closed vocabulary of logical axes of a weight. `None` in `Parameter.axes` marks a dim that is never split.
 WEIGHT_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts", "layers")
@@ -31,11 +32,19 @@ Role = Literal["embedding", "matrix", "head", "norm", "bias"]
 Init = Literal["normal", "ones", "zeros"]
 
 
+class Dim(NamedTuple):
+    """One dim of a parameter: its logical axis (None: never split) and its size, which need not be `model.<axis>`."""
+
+    axis: str | None
+    size: int
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One parameter of a model.
 
-    name: dotted path, the same in both backends; a parameter of the layer stack starts with `layers.`
+    name: dotted path, the same in both backends; a parameter of a layer stack starts with the stack's name, `layers.` or
+    `dense_layers.`
     shape: global shape; the layer stack is dim 0 of every parameter whose first axis is `layers`
     axes: a logical axis per dim, or None for a dim that is never split
     init: `normal` (mean 0, standard deviation `std`), `ones` or `zeros`
@@ -65,6 +74,27 @@ class Parameter:
     def decayed(self) -> bool:
         """Whether weight decay applies: to matrices, the embedding and the head, not to norms and biases."""
         return self.role in ("matrix", "embedding", "head")
+
+
+def parameter(name: str, role: Role, init: Init, *dims: Dim, std: float = 0.0) -> Parameter:
+    """A parameter by its dims."""
+    return Parameter(name, tuple(dim.size for dim in dims), tuple(dim.axis for dim in dims), role, init, std)
+
+
+def matrix(name: str, std: float, *dims: Dim) -> Parameter:
+    """A matrix of a product, normal with mean 0."""
+    return parameter(name, "matrix", "normal", *dims, std=std)
+
+
+def norm_scale(name: str, *dims: Dim) -> Parameter:
+    """What a norm multiplies with, ones at first."""
+    return parameter(name, "norm", "ones", *dims)
+
+
+def stacked(stack: str, layers: int, layer: Iterable[Parameter]) -> Iterator[Parameter]:
+    """The parameters of one layer, named below the stack and stacked over its layers in dim 0."""
+    for one in layer:
+        yield replace(one, name=f"{stack}.{one.name}", shape=(layers, *one.shape), axes=("layers", *one.axes))
 
 
 def total_size(parameters: tuple[Parameter, ...]) -> int:
