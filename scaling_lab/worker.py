@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scaling_lab.backends.contract import Batch, Job, Pending, Session
-from scaling_lab.backends.rows import stored
+from scaling_lab.backends.rows import stored_batch
 from scaling_lab.data import Rows, Source
 from scaling_lab.errors import ConfigError, WorkerError
 from scaling_lab.plan.layout import Layout
@@ -219,7 +219,8 @@ def _batch(job: Job, source: Source, step: int) -> Batch:
 
 def _shaped(job: Job, rows: Rows, accumulation: int) -> Batch:
     shape = (accumulation, len(rows.tokens) // accumulation, rows.tokens.shape[1])
-    return Batch(stored(job, rows.tokens.reshape(shape)), stored(job, rows.labels.reshape(shape)))
+    documents = None if rows.documents is None else rows.documents.reshape(shape)
+    return stored_batch(job, rows.tokens.reshape(shape), rows.labels.reshape(shape), documents)
 
 
 def _samples(state: Run, step: int) -> list[int] | None:

@@ -11,6 +11,7 @@ from experiments import CONF, FOUND, experiment
 from timed_session import Device, Session
 
 from scaling_lab import worker
+from scaling_lab.backends.rows import stored_batch
 from scaling_lab.backends.contract import Job
 from scaling_lab.data import open_source
 from scaling_lab.errors import ConfigError, WorkerError
@@ -170,7 +171,7 @@ def test_the_processes_of_every_layout_read_each_sample_of_a_batch_and_none_that
         assert batch.tokens.shape == (2, len(job.rows), 8)
         read += [row.tobytes() for row in batch.tokens.reshape(-1, 8)]
     whole = source_of(first).train_rows(0, range(16), 16)
-    assert set(read) == {row.tobytes() for row in whole.tokens}
+    assert set(read) == {row.tobytes() for row in stored_batch(first, whole.tokens, whole.labels, None).tokens}
     assert recorded[0] == set(whole.samples.tolist())
 
 

@@ -44,6 +44,9 @@ class Batch:
 
     tokens: np.ndarray
     labels: np.ndarray
+    #: Of packed rows, shaped alike: which of the row's documents a token belongs to, and its position in it.
+    documents: np.ndarray | None = None
+    positions: np.ndarray | None = None
 
 
 class Pending(Protocol):

@@ -37,7 +37,8 @@ def choices(model: str, table: str, backend: str, accumulation: int = 1, **more:
     }
 
 
-Batches = list[tuple[np.ndarray, np.ndarray]]
+#: (tokens, labels) of each step, and the documents of packed rows.
+Batches = list[tuple[np.ndarray, ...]]
 
 
 def ragged_batches(
@@ -67,7 +68,7 @@ class Outcome:
 
 def run_session(session: Session, job: Job, batches: Batches) -> Outcome:
     """Gradients of the first batch, then one step a batch."""
-    local = [local_batch(job, tokens, labels) for tokens, labels in batches]
+    local = [local_batch(job, *batch) for batch in batches]
     session.prepare(local[0])
     _, gradients = session.gradients(local[0])
     metrics = [session.step(batch).result() for batch in local]

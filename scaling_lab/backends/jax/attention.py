@@ -2,7 +2,8 @@
 
 Softmax is in float32 whatever the compute dtype. Must not know meshes or layouts.
 Shapes: query [batch, sequence, heads, head_dim]; key, value [batch, sequence, kv_heads, head_dim]; heads = kv_heads x group,
-query head h reading key head h // group; the result is shaped as the query.
+query head h reading key head h // group; documents [batch, sequence]: numbers of the documents packed in a row, or None.
+The result is shaped as the query.
 """
 
 from __future__ import annotations
@@ -19,29 +20,40 @@ from scaling_lab.backends.jax.remat import ATTENTION_NORMALISER, ATTENTION_OUTPU
 MAX_BLOCKS, MIN_BLOCK = 4, 128
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, *, form: str, platform: str) -> jax.Array:
+def attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None, *, form: str, platform: str
+) -> jax.Array:
     """Causal attention in a form: `plain`, or `fused` (blocks on CPU, what JAX chooses on accelerators)."""
     if form == "plain":
-        return plain(query, key, value)
+        return plain(query, key, value, documents)
     if platform == "cpu":
-        return blocked(query, key, value)
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return blocked(query, key, value, documents)
+    mask = None if documents is None else same_document(documents, documents)[:, None]
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
 
 
-def plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """softmax(query key' / sqrt(head_dim)) value, over keys no later than the query."""
+def same_document(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """Document numbers (batch, t) and (batch, s) -> (batch, t, s): whether a query may see a key as far as they go."""
+    return queries[:, :, None] == keys[:, None, :]
+
+
+def plain(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None) -> jax.Array:
+    """softmax(query key' / sqrt(head_dim)) value, over keys of the same document no later than the query."""
     batch, sequence, _, head_dim = query.shape
     grouped = query.reshape(batch, sequence, key.shape[2], -1, head_dim)  # (batch, sequence, kv_heads, group, head_dim)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32) * head_dim**-0.5
-    scores = jnp.where(jnp.tril(jnp.ones((sequence, sequence), bool)), scores, -jnp.inf)
+    seen = jnp.tril(jnp.ones((sequence, sequence), bool))
+    if documents is not None:
+        seen = (seen & same_document(documents, documents))[:, None, None]
+    scores = jnp.where(seen, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)  # (batch, kv_heads, group, sequence, sequence)
     return jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(query.shape)
 
 
 @jax.custom_vjp
-def blocked(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def blocked(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None) -> jax.Array:
     """The same, a block of queries at a time against the keys up to its end: what the mask would discard is not computed."""
-    return _forward(query, key, value)[0]
+    return _forward(query, key, value, documents)[0]
 
 
 def _blocks(sequence: int) -> list[slice]:
@@ -55,19 +67,21 @@ def _heads_first(x: jax.Array, kv_heads: int) -> jax.Array:
     return x.reshape(batch, sequence, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
 
 
-def _scores(query, key, block: slice):
-    """Scaled scores of a block of queries against all keys up to its end, -inf where the key is later."""
+def _scores(query, key, documents, block: slice):
+    """Scaled scores of a block of queries against all keys up to its end, -inf where the key is later or of another document."""
     scores = jnp.einsum("bkgtd,bksd->bkgts", query[:, :, :, block], key[:, :, : block.stop], preferred_element_type=jnp.float32)
     later = jnp.arange(block.stop)[None, :] > jnp.arange(block.start, block.stop)[:, None]
+    if documents is not None:
+        later = later | ~same_document(documents[:, block], documents[:, : block.stop])[:, None, None]
     return jnp.where(later, -jnp.inf, scores * query.shape[-1] ** -0.5)
 
 
-def _forward(query, key, value):
+def _forward(query, key, value, documents):
     kv_heads = key.shape[2]
     q, k, v = _heads_first(query, kv_heads), key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
     outputs, normalisers = [], []
     for block in _blocks(query.shape[1]):
-        scores = _scores(q, k, block)
+        scores = _scores(q, k, documents, block)
         normaliser = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - normaliser[..., None]).astype(query.dtype)
         outputs.append(jnp.einsum("bkgts,bksd->bkgtd", weights, v[:, :, : block.stop]))
@@ -75,12 +89,12 @@ def _forward(query, key, value):
     output = jnp.concatenate(outputs, axis=3).transpose(0, 3, 1, 2, 4).reshape(query.shape)
     output = checkpoint_name(output, ATTENTION_OUTPUT)
     normaliser = checkpoint_name(jnp.concatenate(normalisers, axis=3), ATTENTION_NORMALISER)
-    return output, (query, key, value, output, normaliser)
+    return output, (query, key, value, documents, output, normaliser)
 
 
 def _backward(saved, gradient):
     """Dao 2022 (arXiv 2205.14135), appendix B.2: dscores = weights * (doutput value' - rowsum(doutput * output))."""
-    query, key, value, output, normaliser = saved
+    query, key, value, documents, output, normaliser = saved
     kv_heads = key.shape[2]
     q, k, v = _heads_first(query, kv_heads), key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
     d_out, out = _heads_first(gradient, kv_heads), _heads_first(output, kv_heads)
@@ -89,7 +103,7 @@ def _backward(saved, gradient):
     d_key, d_value = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for block in _blocks(query.shape[1]):
         keys = slice(0, block.stop)
-        weights = jnp.exp(_scores(q, k, block) - normaliser[:, :, :, block, None])
+        weights = jnp.exp(_scores(q, k, documents, block) - normaliser[:, :, :, block, None])
         d_weights = jnp.einsum("bkgtd,bksd->bkgts", d_out[:, :, :, block], v[:, :, keys], preferred_element_type=jnp.float32)
         d_scores = (weights * (d_weights - shared[:, :, :, block, None]) * q.shape[-1] ** -0.5).astype(query.dtype)
         d_query.append(jnp.einsum("bkgts,bksd->bkgtd", d_scores, k[:, :, keys]))
@@ -97,7 +111,7 @@ def _backward(saved, gradient):
         d_key = d_key.at[:, :, keys].add(sums(d_scores, q[:, :, :, block]))
         d_value = d_value.at[:, :, keys].add(sums(weights.astype(query.dtype), d_out[:, :, :, block]))
     d_q = jnp.concatenate(d_query, axis=3).transpose(0, 3, 1, 2, 4).reshape(query.shape)
-    return d_q, d_key.transpose(0, 2, 1, 3).astype(key.dtype), d_value.transpose(0, 2, 1, 3).astype(value.dtype)
+    return d_q, d_key.transpose(0, 2, 1, 3).astype(key.dtype), d_value.transpose(0, 2, 1, 3).astype(value.dtype), None
 
 
 blocked.defvjp(_forward, _backward)

@@ -3,12 +3,12 @@
 `gather` brings all keys and values to every device, `ring` passes them round, and both visit one device's part at a time with an online
 softmax, so that scores of a part at most exist at once; `all_to_all` exchanges parts of the sequence for parts of the heads. Owns
 this communication in both passes; must not know the model's equations. Where each token is stored: `plan.sequence`.
-Shapes as in `attention`; inside, of a device's own part: query b k g t d, key and value b k t d, statistics b k g t (float32).
+Shapes as in `attention`; inside, of a device's own part: query b k g t d, key and value b k t d, statistics b k g t 1 (float32),
+documents b t 1: the sequence is always the last dim but one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,22 +26,24 @@ QUERY = ("batch", "sequence", "heads", "head_dim")
 KEY_VALUE = ("batch", "sequence", "kv_heads", "head_dim")
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, *, form: str, on: Placement) -> jax.Array:
+def attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None, *, form: str, on: Placement
+) -> jax.Array:
     """Causal attention over the whole sequence, of global arrays laid out as the table says."""
     split, rules = on.plan.sequence, on.plan.rules
     if split.strategy == "all_to_all":
-        return _over_heads(query, key, value, form=form, on=on)
+        return _over_heads(query, key, value, documents, form=form, on=on)
     layout, source = (rules.activation_layout(axes).real(on.plan.mesh) for axes in (QUERY, KEY_VALUE))
     if layout.dims[2] != source.dims[2]:  # heads in parts, key and value heads whole: give each query head its own
         group = query.shape[2] // key.shape[2]
         key, value, source = jnp.repeat(key, group, axis=2), jnp.repeat(value, group, axis=2), layout
     how = How(split.axes, split.parts, split.zigzag, split.strategy == "gather")
-    specs = [on.named(x).spec for x in (layout, source, source)]
-    local = jax.shard_map(partial(_local, how), mesh=on.mesh, in_specs=tuple(specs), out_specs=specs[0], check_vma=False)
-    return local(query, key, value)
+    specs = tuple(on.named(x).spec for x in (layout, source, source, Layout(layout.dims[:2])))
+    local = jax.shard_map(partial(_local, how), mesh=on.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    return local(query, key, value, documents)
 
 
-def _over_heads(query, key, value, *, form: str, on: Placement) -> jax.Array:
+def _over_heads(query, key, value, documents, *, form: str, on: Placement) -> jax.Array:
     """Every device gets the whole sequence of some heads (Jacobs et al. 2023, arXiv 2309.14509: Ulysses), and gives it back."""
     split = on.plan.sequence
 
@@ -52,7 +54,7 @@ def _over_heads(query, key, value, *, form: str, on: Placement) -> jax.Array:
         return jax.lax.with_sharding_constraint(on.constrain(x, axes), named)
 
     query, key, value = exchanged(query, QUERY), exchanged(key, KEY_VALUE), exchanged(value, KEY_VALUE)
-    return exchanged(attention.attend(query, key, value, form=form, platform=on.plan.platform), QUERY)
+    return exchanged(attention.attend(query, key, value, documents, form=form, platform=on.plan.platform), QUERY)
 
 
 @dataclass(frozen=True)
@@ -79,124 +81,141 @@ class How:
         return jax.tree.map(lambda x: jax.lax.all_gather(x, self.axes), tree)
 
 
-Blocks = Callable[[Any, jax.Array, Any], Any]
-
-
-def _local(how: How, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Of a device's own (batch, sequence, heads, head_dim)."""
+def _local(how: How, query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None) -> jax.Array:
+    """Of a device's own (batch, sequence, heads, head_dim) and (batch, sequence)."""
     batch, sequence, kv_heads, head_dim = key.shape
     q = query.reshape(batch, sequence, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-    mixed = _around(how, q, key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3))
+    numbers = None if documents is None else documents[..., None]
+    mixed = _around(how, q, key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), numbers)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _around(how: How, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    return _forward(how, query, key, value)[0]
+def _around(how: How, query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None) -> jax.Array:
+    return _forward(how, query, key, value, documents)[0]
 
 
-def _forward(how, query, key, value):
-    own = _block(query, key, value, causal=True)
+def _forward(how, query, key, value, documents):
+    asking, sent = (query, documents), (key, value, documents)
+    own = _block(asking, sent, causal=True)
     if how.gather:
-        every = how.gathered((key, value))
+        every = how.gathered(sent)
 
         def visit(hop, found):
             source = (how.place - hop) % how.parts
-            return _extended(how, query, found, source, jax.tree.map(lambda x: x[source], every))
+            return _extended(how, asking, found, source, jax.tree.map(lambda x: x[source], every))
 
         output, normaliser = jax.lax.fori_loop(1, how.parts, visit, own)
     else:
-        output, normaliser = _ring(how, query, own, (key, value))
+        output, normaliser = _ring(how, asking, own, sent)
     output = checkpoint_name(output.astype(query.dtype), ATTENTION_OUTPUT)
     normaliser = checkpoint_name(normaliser, ATTENTION_NORMALISER)
-    return output, (query, key, value, output, normaliser)
+    return output, (query, key, value, documents, output, normaliser)
 
 
-def _ring(how, query, own, visiting):
+def _ring(how, asking, own, visiting):
     """Parts come from the device before; each is sent on before it is attended to, so that both can go on at once."""
 
     def visit(hop, carried):
         found, visiting = carried
         coming = how.onward(visiting)
-        return _extended(how, query, found, (how.place - hop) % how.parts, visiting), coming
+        return _extended(how, asking, found, (how.place - hop) % how.parts, visiting), coming
 
     found, visiting = jax.lax.fori_loop(1, how.parts - 1, visit, (own, how.onward(visiting)))
-    return _extended(how, query, found, (how.place + 1) % how.parts, visiting)
+    return _extended(how, asking, found, (how.place + 1) % how.parts, visiting)
 
 
-def _extended(how: How, query, found, source, visiting):
+def _extended(how: How, asking, found, source, visiting):
     """What was found so far, and what the queries find in a visiting part that `source` holds."""
-    key, value = visiting
     earlier = source < how.place
     if not how.zigzag:
-        attended = lambda: _merged(found, _block(query, key, value))  # noqa: E731
-        return jax.lax.cond(earlier, attended, lambda: found)
+        return jax.lax.cond(earlier, lambda: _merged(found, _block(asking, visiting)), lambda: found)
     # Chunks: mine are (i, 2n-1-i), the visitor's (j, 2n-1-j). My late queries see its early keys. Beside that, my early queries see
-    # its early keys if j < i, else my late queries its late keys: two blocks without a mask, whoever visits.
-    early, late = _halves(found, 3)
-    (q_early, q_late), (k_early, k_late), (v_early, v_late) = _halves(query, 3), _halves(key, 2), _halves(value, 2)
-    late = _merged(late, _block(q_late, k_early, v_early))
-    chosen = _either(earlier, (q_early, k_early, v_early), (q_late, k_late, v_late))
-    changed = _merged(_either(earlier, early, late), _block(*chosen))
+    # its early keys if j < i, else my late queries its late keys: two blocks without a causal mask, whoever visits.
+    early, late = _halves(found)
+    (asks_early, asks_late), (keys_early, keys_late) = _halves(asking), _halves(visiting)
+    late = _merged(late, _block(asks_late, keys_early))
+    block = _block(_either(earlier, asks_early, asks_late), _either(earlier, keys_early, keys_late))
+    changed = _merged(_either(earlier, early, late), block)
     early, late = _either(earlier, changed, early), _either(earlier, late, changed)
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=3), early, late)
+    return jax.tree.map(_joined, early, late)
 
 
-def _halves(tree, axis):
-    parts = jax.tree.map(lambda x: jnp.split(x, 2, axis=axis), tree)
-    if isinstance(tree, jax.Array):
-        return parts
-    return tuple(x[0] for x in parts), tuple(x[1] for x in parts)
+def _halves(tree):
+    """The first and the second half of the sequence of each array."""
+    half = partial(jax.tree.map, lambda x: x.shape[-2] // 2)
+    early = jax.tree.map(lambda x, n: x[..., :n, :], tree, half(tree))
+    return early, jax.tree.map(lambda x, n: x[..., n:, :], tree, half(tree))
+
+
+def _joined(early, late):
+    return jnp.concatenate([early, late], axis=-2)
 
 
 def _either(condition, yes, no):
     return jax.tree.map(partial(jnp.where, condition), yes, no)
 
 
-def _scores(query, key, *, causal: bool):
+def _scores(query, key, of_query, of_key, *, causal: bool):
+    """Scaled scores, float32; -inf for later keys if causal (within one part, whose order is the text's), and for other documents."""
     scores = jnp.einsum("bkgtd,bksd->bkgts", query, key, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
-    return scores
+    if of_query is None:
+        return scores
+    return jnp.where((of_query == of_key.swapaxes(1, 2))[:, None, None], scores, -jnp.inf)
 
 
-def _block(query, key, value, *, causal: bool = False):
-    """Attention to these keys alone, float32, and its logsumexp. causal: within one part, whose order is the text's."""
-    scores = _scores(query, key, causal=causal)
-    normaliser = jax.nn.logsumexp(scores, axis=-1)
-    weights = jnp.exp(scores - normaliser[..., None]).astype(query.dtype)
+def _weights(scores, normaliser):
+    """exp(scores - normaliser), 0 where a query sees none of the keys: both are -inf there."""
+    return jnp.exp(scores - jnp.where(normaliser == -jnp.inf, 0.0, normaliser))
+
+
+def _block(asking, visiting, *, causal: bool = False):
+    """Attention to these keys alone, float32, and its logsumexp."""
+    (query, of_query), (key, value, of_key) = asking, visiting
+    scores = _scores(query, key, of_query, of_key, causal=causal)
+    normaliser = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    weights = _weights(scores, normaliser).astype(query.dtype)
     return jnp.einsum("bkgts,bksd->bkgtd", weights, value, preferred_element_type=jnp.float32), normaliser
 
 
 def _merged(one, other):
-    """Attention to two sets of keys as one softmax, from that to each (Milakov and Gimelshein 2018, arXiv 1805.02867)."""
+    """Attention to two sets of keys as one softmax, from that to each (Milakov and Gimelshein 2018, arXiv 1805.02867).
+
+    A query has seen its own key before anything is merged: the sum's logarithm is finite.
+    """
     (output, normaliser), (more, its) = one, other
     both = jnp.logaddexp(normaliser, its)
-    share, rest = jnp.exp(normaliser - both)[..., None], jnp.exp(its - both)[..., None]
-    return output * share + more * rest, both
+    return output * jnp.exp(normaliser - both) + more * jnp.exp(its - both), both
 
 
 def _backward(how, saved, gradient):
-    query, key, value, output, normaliser = saved
-    shared = (gradient.astype(jnp.float32) * output.astype(jnp.float32)).sum(axis=-1)
-    asking = (query, gradient, normaliser, shared)
-    d_query, *own = _block_gradients(asking, (key, value), causal=True)
+    query, key, value, documents, output, normaliser = saved
+    shared = (gradient.astype(jnp.float32) * output.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+    asking, sent = (query, gradient, normaliser, shared, documents), (key, value, documents)
+    d_query, *own = _block_gradients(asking, sent, causal=True)
     if how.gather:
-        every = how.gathered((key, value))
-
-        def visit(hop, carried):
-            d_query, sums = carried
-            source = (how.place - hop) % how.parts
-            more, *theirs = _extended_gradients(how, asking, source, jax.tree.map(lambda x: x[source], every))
-            return d_query + more, jax.tree.map(lambda total, x: total.at[source].add(x), sums, tuple(theirs))
-
-        nothing = jax.tree.map(lambda x: jnp.zeros((how.parts, *x.shape), jnp.float32), (key, value))
-        d_query, sums = jax.lax.fori_loop(1, how.parts, visit, (d_query, nothing))
-        came = jax.tree.map(lambda x: jax.lax.psum_scatter(x, how.axes), sums)
+        d_query, came = _gathered_gradients(how, asking, d_query, sent)
     else:
-        d_query, came = _ring_gradients(how, asking, d_query, (key, value))
+        d_query, came = _ring_gradients(how, asking, d_query, sent)
     d_key, d_value = jax.tree.map(jnp.add, tuple(own), came)
-    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype)
+    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), None
+
+
+def _gathered_gradients(how, asking, d_query, sent):
+    """What every device finds for a part is summed where the part lies."""
+    every = how.gathered(sent)
+
+    def visit(hop, carried):
+        d_query, sums = carried
+        source = (how.place - hop) % how.parts
+        more, *theirs = _extended_gradients(how, asking, source, jax.tree.map(lambda x: x[source], every))
+        return d_query + more, jax.tree.map(lambda total, x: total.at[source].add(x), sums, tuple(theirs))
+
+    nothing = tuple(jnp.zeros(x.shape, jnp.float32) for x in every[:2])
+    d_query, sums = jax.lax.fori_loop(1, how.parts, visit, (d_query, nothing))
+    return d_query, jax.tree.map(lambda x: jax.lax.psum_scatter(x, how.axes), sums)
 
 
 def _ring_gradients(how, asking, d_query, visiting):
@@ -209,7 +228,7 @@ def _ring_gradients(how, asking, d_query, visiting):
         return d_query + more, coming, how.onward(jax.tree.map(jnp.add, sums, tuple(theirs)))
 
     visiting = how.onward(visiting)
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), visiting)
+    nothing = tuple(jnp.zeros(x.shape, jnp.float32) for x in visiting[:2])
     d_query, visiting, sums = jax.lax.fori_loop(1, how.parts - 1, visit, (d_query, visiting, nothing))
     more, *theirs = _extended_gradients(how, asking, (how.place + 1) % how.parts, visiting)
     return d_query + more, how.onward(jax.tree.map(jnp.add, sums, tuple(theirs)))
@@ -219,27 +238,26 @@ def _extended_gradients(how: How, asking, source, visiting):
     """Gradients of the queries and of a visiting part's keys and values: the blocks of `_extended`."""
     earlier = source < how.place
     if not how.zigzag:
-        nothing = tuple(jnp.zeros(x.shape, jnp.float32) for x in (asking[0], *visiting))
+        nothing = tuple(jnp.zeros(x.shape, jnp.float32) for x in (asking[0], *visiting[:2]))
         return jax.lax.cond(earlier, lambda: _block_gradients(asking, visiting), lambda: nothing)
-    early, late = _halves(asking, 3)
-    k_v_early, k_v_late = _halves(visiting, 2)
-    q_late, *keys_early = _block_gradients(late, k_v_early)
-    q_more, *more = _block_gradients(_either(earlier, early, late), _either(earlier, k_v_early, k_v_late))
+    (asks_early, asks_late), (keys_early, keys_late) = _halves(asking), _halves(visiting)
+    q_late, *of_early = _block_gradients(asks_late, keys_early)
+    q_more, *more = _block_gradients(_either(earlier, asks_early, asks_late), _either(earlier, keys_early, keys_late))
     none = jnp.zeros_like(q_more)
-    d_query = jnp.concatenate([jnp.where(earlier, q_more, none), jnp.where(earlier, q_late, q_late + q_more)], axis=3)
+    d_query = _joined(jnp.where(earlier, q_more, none), jnp.where(earlier, q_late, q_late + q_more))
     halves = (
-        jnp.concatenate([jnp.where(earlier, first + x, first), jnp.where(earlier, jnp.zeros_like(x), x)], axis=2)
-        for first, x in zip(keys_early, more, strict=True)
+        _joined(jnp.where(earlier, first + x, first), jnp.where(earlier, jnp.zeros_like(x), x))
+        for first, x in zip(of_early, more, strict=True)
     )
     return d_query, *halves
 
 
 def _block_gradients(asking, visiting, *, causal: bool = False):
     """Dao 2022 (arXiv 2205.14135), appendix B.2, of one block, float32: of queries, keys and values."""
-    (query, gradient, normaliser, shared), (key, value) = asking, visiting
-    weights = jnp.exp(_scores(query, key, causal=causal) - normaliser[..., None])
+    (query, gradient, normaliser, shared, of_query), (key, value, of_key) = asking, visiting
+    weights = _weights(_scores(query, key, of_query, of_key, causal=causal), normaliser)
     d_weights = jnp.einsum("bkgtd,bksd->bkgts", gradient, value, preferred_element_type=jnp.float32)
-    d_scores = (weights * (d_weights - shared[..., None]) * query.shape[-1] ** -0.5).astype(query.dtype)
+    d_scores = (weights * (d_weights - shared) * query.shape[-1] ** -0.5).astype(query.dtype)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     d_query = product("bkgts,bksd->bkgtd", d_scores, key)
     d_key = product("bkgts,bkgtd->bksd", d_scores, query)

@@ -12,8 +12,8 @@ from scaling_lab.models.model import Model, RopeScaling
 
 
 def rotary_tables(model: Model, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [sequence, 1, head_dim / 2] of each stored token's position x frequency, float32."""
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies(model)
+    """Cosines and sines [..., sequence, 1, head_dim / 2] of position x frequency, float32. positions: integers [..., sequence]."""
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies(model)
     return jnp.cos(angles), jnp.sin(angles)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ def open_session(job: Job) -> Session:
 
 
 def loss_and_gradients(experiment: Experiment, on: Placement) -> Callable[..., tuple[jax.Array, jax.Array, Arrays]]:
-    """A pure function (weights, tokens, labels [accumulation, rows, sequence]) -> (loss, valid tokens, gradients).
+    """A pure function (weights, batch by name [accumulation, rows, sequence]) -> (loss, valid tokens, gradients).
 
     The loss is one quotient: the sum over all valid tokens by their number. The number is known before the first microbatch, so
     each one adds its share to the loss and to the gradients, and no factor of accumulation changes their sum.
@@ -42,25 +42,26 @@ def loss_and_gradients(experiment: Experiment, on: Placement) -> Callable[..., t
     apply = forward(experiment, on)
     dtype = gradient_dtype(experiment.workload.precision)
 
-    def share(weights: Arrays, tokens: jax.Array, labels: jax.Array, count: jax.Array) -> jax.Array:
-        return cross_entropy_sum(apply(weights, tokens), labels) / count
+    def share(weights: Arrays, batch: Arrays, count: jax.Array) -> jax.Array:
+        inputs = {name: x for name, x in batch.items() if name != "labels"}
+        return cross_entropy_sum(apply(weights, **inputs), batch["labels"]) / count
 
-    def one(weights, tokens, labels, count):
-        loss, gradients = jax.value_and_grad(share)(weights, tokens, labels, count)
+    def one(weights, batch, count):
+        loss, gradients = jax.value_and_grad(share)(weights, batch, count)
         return loss, {name: on.constrain_weight(g.astype(dtype), name, "gradients") for name, g in gradients.items()}
 
-    def compute(weights: Arrays, tokens: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, Arrays]:
-        valid = (labels >= 0).sum()
+    def compute(weights: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array, Arrays]:
+        valid = (batch["labels"] >= 0).sum()
         count = jnp.maximum(valid, 1).astype(jnp.float32)
-        if tokens.shape[0] == 1:
-            loss, gradients = one(weights, tokens[0], labels[0], count)
+        if batch["tokens"].shape[0] == 1:
+            loss, gradients = one(weights, {name: x[0] for name, x in batch.items()}, count)
             return loss, valid, gradients
 
         def accumulate(total, microbatch):
-            return jax.tree.map(jnp.add, total, one(weights, microbatch[0], microbatch[1], count)), None
+            return jax.tree.map(jnp.add, total, one(weights, microbatch, count)), None
 
         nothing = {name: on.constrain_weight(jnp.zeros(w.shape, dtype), name, "gradients") for name, w in weights.items()}
-        (loss, gradients), _ = jax.lax.scan(accumulate, (jnp.zeros((), jnp.float32), nothing), (tokens, labels))
+        (loss, gradients), _ = jax.lax.scan(accumulate, (jnp.zeros((), jnp.float32), nothing), batch)
         return loss, valid, gradients
 
     return compute
@@ -69,12 +70,12 @@ def loss_and_gradients(experiment: Experiment, on: Placement) -> Callable[..., t
 def train_step(
     experiment: Experiment, on: Placement, transform: Any
 ) -> Callable[..., tuple[Arrays, Any, dict[str, jax.Array]]]:
-    """A pure function (weights, state, tokens, labels, lr) -> (weights, state, metrics)."""
+    """A pure function (weights, state, batch, lr) -> (weights, state, metrics)."""
     compute = loss_and_gradients(experiment, on)
     clip = experiment.workload.optimizer.clip
 
-    def step(weights, state, tokens, labels, lr):
-        loss, valid, gradients = compute(weights, tokens, labels)
+    def step(weights, state, batch, lr):
+        loss, valid, gradients = compute(weights, batch)
         norm = optimizer.global_norm(gradients)
         factor = optimizer.clip_factor(norm, clip)
         clipped = {name: gradient * factor for name, gradient in gradients.items()}
@@ -120,9 +121,9 @@ class JaxSession:
             return 0.0
         self._weights = sharding.place_initial(self._on, self._job.experiment.workload.seed)
         self._state = optimizer.initial_state(self._described_state, self._state_shardings)
-        tokens, labels = self._placed(batch)
+        placed = self._placed(batch)
         started = time.perf_counter()
-        self._compiled = self._jitted().lower(self._weights, self._state, tokens, labels, np.float32(0)).compile()
+        self._compiled = self._jitted().lower(self._weights, self._state, placed, np.float32(0)).compile()
         self._compilations += 1
         return time.perf_counter() - started
 
@@ -130,7 +131,7 @@ class JaxSession:
         """The step with the same shardings coming in and going out, so that its result fits the one program compiled."""
         step = train_step(self._job.experiment, self._on, self._transform)
         state, batch, scalar = (self._weight_shardings, self._state_shardings), self._on.batch, self._on.replicated
-        return jax.jit(step, donate_argnums=(0, 1), in_shardings=(*state, batch, batch, scalar), out_shardings=(*state, scalar))
+        return jax.jit(step, donate_argnums=(0, 1), in_shardings=(*state, batch, scalar), out_shardings=(*state, scalar))
 
     def step(self, batch: Batch) -> Pending:
         """Dispatch one optimizer step."""
@@ -138,7 +139,7 @@ class JaxSession:
         self._check_placed()
         workload = self._job.experiment.workload
         lr = np.float32(learning_rate(workload.optimizer, workload.steps, self._steps_done))
-        self._weights, self._state, metrics = self._compiled(self._weights, self._state, *self._placed(batch), lr)
+        self._weights, self._state, metrics = self._compiled(self._weights, self._state, self._placed(batch), lr)
         self._steps_done += 1
         return Dispatched(metrics, (self._weights, self._state))
 
@@ -146,9 +147,13 @@ class JaxSession:
         sharding.check_placed(self._made(), self._weight_shardings)
         sharding.check_placed(self._state, self._state_shardings)
 
-    def _placed(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def _placed(self, batch: Batch) -> Arrays:
+        """The arrays of a batch by their names; documents and positions only where rows are packed."""
         place = partial(sharding.place_batch, self._on, self._job.rows)
-        return place(batch.tokens), place(batch.labels)
+        return {field.name: place(x) for field in fields(batch) if (x := getattr(batch, field.name)) is not None}
+
+    def _one(self, batch: Batch) -> Arrays:
+        return {name: x[0] for name, x in self._placed(batch).items()}
 
     def _made(self) -> Arrays:
         if self._weights is None:
@@ -159,23 +164,23 @@ class JaxSession:
         """Compile the evaluation, once."""
         if self._evaluate is not None:
             return 0.0
-        tokens, labels = self._placed(batch)
+        one = self._one(batch)
         started = time.perf_counter()
         program = jax.jit(self._evaluation(), out_shardings=self._on.replicated)
-        self._evaluate = program.lower(self._made(), tokens[0], labels[0]).compile()
+        self._evaluate = program.lower(self._made(), one).compile()
         return time.perf_counter() - started
 
     def evaluate(self, batch: Batch) -> Pending:
         """Dispatch the loss of one batch."""
         self.prepare_evaluation(batch)
-        tokens, labels = self._placed(batch)
-        return Dispatched(self._evaluate(self._made(), tokens[0], labels[0]), ())
+        return Dispatched(self._evaluate(self._made(), self._one(batch)), ())
 
     def _evaluation(self) -> Callable[..., dict[str, jax.Array]]:
         apply = forward(self._job.experiment, self._on)
 
-        def evaluate(weights, tokens, labels):
-            return {"loss_sum": cross_entropy_sum(apply(weights, tokens), labels), "valid_tokens": (labels >= 0).sum()}
+        def evaluate(weights, batch):
+            labels, inputs = batch["labels"], {name: x for name, x in batch.items() if name != "labels"}
+            return {"loss_sum": cross_entropy_sum(apply(weights, **inputs), labels), "valid_tokens": (labels >= 0).sum()}
 
         return evaluate
 
@@ -208,7 +213,7 @@ class JaxSession:
     def gradients(self, batch: Batch) -> tuple[dict[str, float], Mapping[str, np.ndarray]]:
         """Loss, norm and the whole gradient by parameter, without a step."""
         self.prepare(batch)
-        metrics, gradients = self._gradients(self._made(), *self._placed(batch))
+        metrics, gradients = self._gradients(self._made(), self._placed(batch))
         return Dispatched(metrics, gradients).result(), {name: sharding.gather(g) for name, g in gradients.items()}
 
     def _measured_gradients(self) -> Callable[..., tuple[dict[str, jax.Array], Arrays]]:
@@ -216,8 +221,8 @@ class JaxSession:
         collectives at once can take them all and never end."""
         compute = loss_and_gradients(self._job.experiment, self._on)
 
-        def measure(weights, tokens, labels):
-            loss, valid, gradients = compute(weights, tokens, labels)
+        def measure(weights, batch):
+            loss, valid, gradients = compute(weights, batch)
             return {"loss": loss, "grad_norm": optimizer.global_norm(gradients), "valid_tokens": valid}, gradients
 
         return measure

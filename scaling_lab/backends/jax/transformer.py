@@ -35,7 +35,7 @@ LOGITS = ("batch", "sequence", "vocab")
 
 
 class Decoder(nnx.Module):
-    """tokens (b, t) -> logits (b, t, v)."""
+    """tokens (b, t) -> logits (b, t, v). documents, positions (b, t): of packed rows, see `contract.Batch`."""
 
     def __init__(self, experiment: Experiment, on: Placement):
         self.experiment, self.on = experiment, on
@@ -44,17 +44,18 @@ class Decoder(nnx.Module):
         self.final_norm = Norm(experiment, on, "final_norm")
         self.head = Head(on)
 
-    def __call__(self, tokens):
-        x = self.on.constrain(self.embed(tokens), RESIDUAL)  # (b, t, e)
-        x = self._through_layers(x)
+    def __call__(self, tokens, documents=None, positions=None):
+        positions = self.on.positions if positions is None else positions
+        x = self.on.constrain(self.embed(tokens, positions), RESIDUAL)  # (b, t, e)
+        x = self._through_layers(x, documents, positions)
         x = self.on.constrain(self.final_norm(x), INPUT)
         table = self.embed.tokens if self.experiment.model.tied_head else None
         return self.on.constrain(self.head(x, table), LOGITS)  # (b, t, v)
 
-    def _through_layers(self, x):
+    def _through_layers(self, x, documents, positions):
         experiment, scanned = self.experiment, bool(self.experiment.backend.scan_layers)
-        tables = rotary_tables(experiment.model, self.on.positions) if experiment.model.positions == "rope" else None
-        layer = rematerialise(lambda layer, x: layer(x, tables), experiment.workload.remat, scanned=scanned)
+        tables = rotary_tables(experiment.model, positions) if experiment.model.positions == "rope" else None
+        layer = rematerialise(lambda layer, x: layer(x, tables, documents), experiment.workload.remat, scanned=scanned)
         if scanned:
             return jax.lax.scan(lambda x, one: (layer(one, x), None), x, self.layers)[0]
         for one in _unstacked(self.layers, experiment.model.layers):
@@ -69,11 +70,11 @@ class Embedding(nnx.Module):
         self.on = on
         self.tokens, self.positions = described(on, "embed.tokens"), described(on, "embed.positions")
 
-    def __call__(self, tokens):
+    def __call__(self, tokens, positions):
         x = lookup(self.on, self.tokens, tokens)
         if self.positions is None:
             return x
-        return x + lookup(self.on, self.positions, self.on.positions)
+        return x + lookup(self.on, self.positions, positions)
 
 
 class Layer(nnx.Module):
@@ -86,9 +87,9 @@ class Layer(nnx.Module):
         self.mlp_norm = Norm(experiment, on, "layers.mlp_norm")
         self.mlp = Mlp(on)
 
-    def __call__(self, x, tables):
+    def __call__(self, x, tables, documents):
         y = self.on.constrain(self.attention_norm(x), INPUT)
-        x = x + self.on.constrain(self.attention(y, tables), RESIDUAL)
+        x = x + self.on.constrain(self.attention(y, tables, documents), RESIDUAL)
         y = self.on.constrain(self.mlp_norm(x), INPUT)
         return x + self.on.constrain(self.mlp(y), RESIDUAL)
 
@@ -126,7 +127,7 @@ class Attention(nnx.Module):
             setattr(self, name, described(on, f"layers.attention.{name}"))
             setattr(self, f"{name}_bias", described(on, f"layers.attention.{name}_bias"))
 
-    def __call__(self, x, tables):
+    def __call__(self, x, tables, documents):
         on = self.on
         query = _plus(on, product(on, "bte,ehd->bthd", x, self.query), self.query_bias)
         key = _plus(on, product(on, "bte,ehd->bthd", x, self.key), self.key_bias)
@@ -135,9 +136,9 @@ class Attention(nnx.Module):
             query, key = rotary(query, tables), rotary(key, tables)
         query, key, value = on.constrain(query, QUERY), on.constrain(key, KEY_VALUE), on.constrain(value, KEY_VALUE)
         if on.plan.sequence.parts == 1:
-            mixed = attend(query, key, value, form=self.form, platform=on.plan.platform)
+            mixed = attend(query, key, value, documents, form=self.form, platform=on.plan.platform)
         else:
-            mixed = context.attend(query, key, value, form=self.form, on=on)
+            mixed = context.attend(query, key, value, documents, form=self.form, on=on)
         mixed = on.constrain(mixed, QUERY)  # (b, t, h, d)
         return _plus(on, product(on, "bthd,hde->bte", mixed, self.output), self.output_bias)
 
@@ -200,15 +201,15 @@ def _unstacked(layers: Layer, count: int) -> list[Layer]:
     return [jax.tree.unflatten(structure, [leaf[0] for leaf in one]) for one in slices]
 
 
-def forward(experiment: Experiment, on: Placement) -> Callable[[Arrays, jax.Array], jax.Array]:
-    """A pure function (weights by name, tokens (b, t)) -> logits (b, t, v)."""
+def forward(experiment: Experiment, on: Placement) -> Callable[..., jax.Array]:
+    """A pure function (weights by name, tokens (b, t), documents and positions (b, t) if packed) -> logits (b, t, v)."""
     graph, state = nnx.split(Decoder(experiment, on))
     variables = {".".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)}
     assert variables.keys() == on.described.keys(), sorted(variables.keys() ^ on.described.keys())
 
-    def apply(weights: Arrays, tokens: jax.Array) -> jax.Array:
+    def apply(weights: Arrays, tokens: jax.Array, **packed: jax.Array) -> jax.Array:
         filled = [(path, variable.replace(weights[name])) for name, (path, variable) in variables.items()]
-        return nnx.merge(graph, nnx.from_flat_state(filled))(tokens)
+        return nnx.merge(graph, nnx.from_flat_state(filled))(tokens, **packed)
 
     return apply
 

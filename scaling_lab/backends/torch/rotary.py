@@ -12,8 +12,8 @@ from scaling_lab.models.model import Model, RopeScaling
 
 
 def rotary_tables(model: Model, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [sequence, 1, head_dim / 2] of each stored token's position x frequency, float32."""
-    angles = positions.float()[:, None, None] * torch.from_numpy(frequencies(model)).to(positions.device)
+    """Cosines and sines [..., sequence, 1, head_dim / 2] of position x frequency, float32. positions: integers [..., sequence]."""
+    angles = positions.float()[..., None, None] * torch.from_numpy(frequencies(model)).to(positions.device)
     return angles.cos(), angles.sin()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -171,16 +171,21 @@ class TorchSession:
 
     def _sums(self, batch: Batch, *, backward: bool = True) -> tuple[Tensor, Tensor]:
         """Sum of losses and number of valid tokens of this process's rows, float64; with `backward`, gradients of the sum."""
-        own_tokens, own_labels = (x[..., self.on.columns].astype(np.int64) for x in (batch.tokens, batch.labels))
-        tokens = torch.from_numpy(own_tokens).to(self.world.device)
-        labels = torch.from_numpy(np.where(own_labels < 0, IGNORED, own_labels)).to(self.world.device)
+        own = self._own(batch)
+        labels = own["labels"].masked_fill_(own["labels"] < 0, IGNORED)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for one_tokens, one_labels in zip(tokens, labels, strict=True):
-            loss = self.decoder(one_tokens, one_labels)
+        for microbatch in range(len(labels)):
+            loss = self.decoder(**{name: x[microbatch] for name, x in own.items()})
             if backward:
                 loss.backward()
             total += loss.detach()
         return total, (labels != IGNORED).sum().double()
+
+    def _own(self, batch: Batch) -> dict[str, Tensor]:
+        """What of a batch this process computes, int64 [accumulation, rows, local sequence], by name."""
+        arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        own = {name: x[..., self.on.columns].astype(np.int64) for name, x in arrays.items() if x is not None}
+        return {name: torch.from_numpy(x).to(self.world.device) for name, x in own.items()}
 
     def _total(self, loss_sum: Tensor, count: Tensor, *others: Tensor) -> Tensor:
         """Sums over all processes, in one collective; tokens that several processes have are counted once."""

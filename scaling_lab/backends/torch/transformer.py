@@ -38,7 +38,10 @@ LOGITS = ("batch", "sequence", "vocab")
 
 
 class Decoder(nn.Module):
-    """tokens (b, t) -> logits (b, t, v), or with labels (b, t) the sum of their cross-entropies."""
+    """tokens (b, t) -> logits (b, t, v), or with labels (b, t) the sum of their cross-entropies.
+
+    documents, positions (b, t): of packed rows, see `contract.Batch`.
+    """
 
     def __init__(self, experiment: Experiment, on: Placement):
         super().__init__()
@@ -49,11 +52,12 @@ class Decoder(nn.Module):
         self.head = Head(on)
         self.tables: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, tokens, labels=None):
-        x = self.on.constrain(self.embed(tokens), RESIDUAL)  # (b, t, e)
-        tables = self._tables()
+    def forward(self, tokens, labels=None, documents=None, positions=None):
+        tables = self._tables(positions)
+        positions = self.on.positions if positions is None else positions
+        x = self.on.constrain(self.embed(tokens, positions), RESIDUAL)  # (b, t, e)
         for layer in self.layers:
-            x = layer(x, tables)
+            x = layer(x, tables, documents)
         return self.finish(x, labels)
 
     def finish(self, x, labels):
@@ -70,8 +74,10 @@ class Decoder(nn.Module):
         if self.on.compute_mesh is None:
             self.finish = torch.compile(self.finish)  # type: ignore[method-assign]
 
-    def _tables(self) -> tuple[Tensor, Tensor] | None:
-        """The rotary tables of this process's tokens, made once."""
+    def _tables(self, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """The rotary tables of this process's tokens, made once but for packed rows."""
+        if self.experiment.model.positions == "rope" and positions is not None:
+            return rotary_tables(self.experiment.model, positions)
         if self.experiment.model.positions == "rope" and self.tables is None:
             self.tables = rotary_tables(self.experiment.model, self.on.positions)
         return self.tables
@@ -89,11 +95,11 @@ class Embedding(nn.Module):
         for name in ("tokens", "positions"):
             setattr(self, name, described(on, f"embed.{name}"))
 
-    def forward(self, tokens):
+    def forward(self, tokens, positions):
         x = self.on.constrain(lookup(self.on, self.tokens, tokens), RESIDUAL)
         if self.positions is None:
             return x
-        return x + self.on.constrain(lookup(self.on, self.positions, self.on.positions), RESIDUAL[1:])
+        return x + self.on.constrain(lookup(self.on, self.positions, positions), RESIDUAL[-positions.ndim - 1 :])
 
 
 class Layer(nn.Module):
@@ -108,13 +114,13 @@ class Layer(nn.Module):
         self.mlp = Mlp(on)
         self.compute = rematerialise(self.equations, experiment.workload.remat)
 
-    def forward(self, x, tables):
-        return self.compute(x, tables)
+    def forward(self, x, tables, documents):
+        return self.compute(x, tables, documents)
 
-    def equations(self, x, tables):
+    def equations(self, x, tables, documents):
         """The layer itself."""
         y = self.on.constrain(self.attention_norm(x), INPUT)
-        x = x + self.attention(y, tables)
+        x = x + self.attention(y, tables, documents)
         y = self.on.constrain(self.mlp_norm(x), INPUT)
         return x + self.mlp(y)
 
@@ -162,24 +168,24 @@ class Attention(nn.Module):
             setattr(self, name, described(on, f"layers.attention.{name}"))
             setattr(self, f"{name}_bias", described(on, f"layers.attention.{name}_bias"))
 
-    def forward(self, x, tables):
+    def forward(self, x, tables, documents):
         on = self.on
         query = on.constrain(_plus(on, product(on, "bte,ehd->bthd", x, self.query), self.query_bias), QUERY)
         key = on.constrain(_plus(on, product(on, "bte,ehd->bthd", x, self.key), self.key_bias), KEY_VALUE)
         value = on.constrain(_plus(on, product(on, "bte,ehd->bthd", x, self.value), self.value_bias), KEY_VALUE)
         mixed = on_shards(
-            lambda q, k, v: self.mix(q, k, v, tables), query, *_match_heads(on, query, key, value)
+            lambda q, k, v: self.mix(q, k, v, tables, documents), query, *_match_heads(on, query, key, value)
         )  # (b, t, h, d)
         y = on.constrain(product(on, "bthd,hde->bte", mixed, self.output), RESIDUAL)
         return _plus(on, y, self.output_bias)
 
-    def mix(self, query, key, value, tables):
+    def mix(self, query, key, value, tables, documents):
         """Attention of the heads on one device, queries and keys turned by their positions."""
         if tables is not None:
             query, key = rotary(query, tables), rotary(key, tables)
         if self.on.plan.sequence.parts == 1:
-            return attend(query, key, value, form=self.form)
-        return context.attend(query, key, value, form=self.form, on=self.on)
+            return attend(query, key, value, documents, form=self.form)
+        return context.attend(query, key, value, documents, form=self.form, on=self.on)
 
 
 class Mlp(nn.Module):
