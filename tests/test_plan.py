@@ -282,3 +282,38 @@ def test_the_plan_carries_counts_and_flops():
     # 6 x 820,352 + 12 x 4 x 4 x 32 x 256; half of the second term when causal
     assert made.flops_per_token == 4_922_112 + 1_572_864
     assert made.flops_per_token_causal == 4_922_112 + 786_432
+
+
+MOE = {"model": "tiny_moe", "sharding": "fsdp_expert"}
+LATENT = {"query_rank": None, "kv_rank": 32, "rope_dim": 16, "nope_dim": 32, "value_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.moe.experts_per_token": 5}, "Set model.moe.experts_per_token=4."),
+        ({"model.moe.dense_layers": 4}, "leaves no layer of model.layers=4 with experts. Set model.moe.dense_layers=3"),
+        ({"model.bias": True}, "experts have no biases. Set model.bias=false."),
+        ({"model.moe.capacity_factor": 2.0}, "Set model.moe.capacity_factor=null, which drops none."),
+        ({"model.latent": LATENT}, "Set model.kv_heads=4."),
+        ({"model.latent": LATENT}, "Set model.head_dim=48."),
+        ({"model.latent": {**LATENT, "rope_dim": 15}}, "Set model.latent.rope_dim=16."),
+        ({"model.latent": LATENT, "model.qk_norm": True}, "Set model.qk_norm=false."),
+    ],
+)
+def test_mixtures_and_latent_attention_that_contradict_themselves_are_wrong_requests(changes, words):
+    assert words in refusal(ConfigError, **{**MOE, **changes})
+
+
+def test_experts_are_stored_once_over_their_axis_and_gathered_over_none():
+    """tiny_moe has 4 x 4 experts of 3 x 128 x 192 = 1,179,648 parameters; over expert 2 each device keeps half of them."""
+    one, two = (plan(**{**MOE, "mesh.fsdp": 1, "mesh.expert": n, "mesh.data": 2 // n}).bytes_per_device for n in (1, 2))
+    assert one["parameters"] - two["parameters"] == 4 * 1_179_648 // 2
+    assert (one["gathered"], two["gathered"]) == (0, 0)
+
+
+def test_the_gathered_layer_is_the_larger_one_of_two_stacks():
+    changes = {**MOE, "mesh.fsdp": 2, "mesh.expert": 1, "model.moe.dense_layers": 2}
+    small, large = (plan(**changes, **{"model.mlp": mlp}).bytes_per_device["gathered"] for mlp in (64, 4096))
+    # A dense layer of 3 x 128 x 4096 exceeds one with 4 experts of 3 x 128 x 192 by 786,432 elements; the router is 512 more.
+    assert large - small == 4 * (3 * 128 * (4096 - 4 * 192) - 128 * 4)

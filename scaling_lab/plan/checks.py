@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from scaling_lab.errors import ConfigError, PlanError
+from scaling_lab.models.model import Model
 from scaling_lab.models.parameters import Parameter
 from scaling_lab.plan import roles as reading
 from scaling_lab.plan.experiment import Experiment
@@ -28,6 +29,8 @@ def check_model(experiment: Experiment) -> None:
 def _model_faults(experiment: Experiment) -> Iterator[str]:
     model, workload = experiment.model, experiment.workload
     yield from _unused_keys(experiment)
+    yield from _mixture_faults(experiment)
+    yield from _latent_faults(model)
     if model.heads % model.kv_heads:
         fitting = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
         near = min(fitting, key=lambda n: abs(n - model.kv_heads))
@@ -63,9 +66,53 @@ def _yaml(value: bool) -> str:
     return str(value).lower()
 
 
+def _mixture_faults(experiment: Experiment) -> Iterator[str]:
+    model, moe, sequence = experiment.model, experiment.model.moe, experiment.workload.sequence
+    if moe is None:
+        return
+    if moe.experts_per_token > moe.experts:
+        yield (
+            f"model.moe.experts_per_token={moe.experts_per_token} is more than model.moe.experts={moe.experts}. "
+            f"Set model.moe.experts_per_token={moe.experts}."
+        )
+    if moe.dense_layers >= model.layers:
+        yield (
+            f"model.moe.dense_layers={moe.dense_layers} leaves no layer of model.layers={model.layers} with experts. "
+            f"Set model.moe.dense_layers={model.layers - 1}, or model.moe=null."
+        )
+    if model.bias:
+        yield "model.bias=true: experts have no biases. Set model.bias=false."
+    if moe.capacity_factor is not None and moe.capacity_factor * moe.experts_per_token >= moe.experts:
+        yield (
+            f"model.moe.capacity_factor={moe.capacity_factor}: an expert would have room for all {sequence} tokens of a sequence. "
+            f"Set model.moe.capacity_factor=null, which drops none."
+        )
+
+
+def _latent_faults(model: Model) -> Iterator[str]:
+    latent = model.latent
+    if latent is None:
+        return
+    if model.positions != "rope":
+        yield f"model.latent needs rotary positions, not model.positions={model.positions}. Set model.positions=rope."
+    if model.bias:
+        yield "model.bias=true: latent attention has no biases. Set model.bias=false."
+    if model.qk_norm:
+        yield "model.qk_norm=true: latent attention has norms of its own. Set model.qk_norm=false."
+    if latent.rope_dim % 2:
+        yield f"model.latent.rope_dim={latent.rope_dim} is odd. Set model.latent.rope_dim={latent.rope_dim + 1}."
+    if model.kv_heads != model.heads:
+        yield f"model.kv_heads={model.kv_heads}: latent attention has as many as heads. Set model.kv_heads={model.heads}."
+    if model.head_dim != latent.nope_dim + latent.rope_dim:
+        yield (
+            f"model.head_dim={model.head_dim} is not nope_dim + rope_dim of model.latent. "
+            f"Set model.head_dim={latent.nope_dim + latent.rope_dim}."
+        )
+
+
 def _rotary_faults(experiment: Experiment) -> Iterator[str]:
     model = experiment.model
-    if model.head_dim % 2:
+    if model.head_dim % 2 and model.latent is None:
         yield f"model.head_dim={model.head_dim} is odd: rotary positions turn pairs. Set model.head_dim={model.head_dim + 1}."
     if model.max_sequence is not None:
         yield f"model.max_sequence={model.max_sequence} has no meaning with model.positions=rope. Set model.max_sequence=null."
@@ -99,6 +146,8 @@ def check_axes(parameters: tuple[Parameter, ...], rules: Rules, mesh: Mesh, role
     ]
     faults += [fault for p in parameters if (fault := _scattered(p, rules, mesh))]
     faults += [fault for axis in mesh.real_axes for fault in _row_faults(axis, rules)]
+    if any("experts" in p.axes for p in parameters):
+        faults += [fault for axis in mesh.real_axes for fault in _expert_faults(axis, rules)]
     if faults:
         raise PlanError("the sharding table cannot lay out:\n" + "\n".join(f"  {fault}" for fault in faults))
 
@@ -116,7 +165,7 @@ def _check_idle(rules: Rules, mesh: Mesh, roles: dict[str, tuple[str, ...]]) -> 
 
 
 def _check_implemented(roles: dict[str, tuple[str, ...]]) -> None:
-    known = {reading.DATA, reading.FSDP, reading.TENSOR, reading.REPEATED, reading.SEQUENCE, reading.CONTEXT}
+    known = {reading.DATA, reading.FSDP, reading.TENSOR, reading.REPEATED, reading.SEQUENCE, reading.CONTEXT, reading.EXPERT}
     for axis, axis_roles in roles.items():
         unknown = [role for role in axis_roles if role not in known]
         if unknown:
@@ -171,6 +220,26 @@ def _row_faults(axis: str, rules: Rules) -> Iterator[str]:
     if axis in acts["residual_sequence"] and not any(axis in acts[row] for row in ("heads", "mlp")):
         yield f"sharding.activations.residual_sequence: {axis} splits nothing inside a block, which would be repeated; write []"
     yield from _column_faults(axis, rules)
+
+
+def _expert_faults(axis: str, rules: Rules) -> Iterator[str]:
+    """An axis that splits the experts divides the tokens of the dense layers, and not those sent to its experts."""
+    acts = rules.activations
+    stored, computed = axis in rules.weights["experts"], axis in acts["experts"]
+    if stored != computed:
+        has, lacks = ("weights", "activations") if stored else ("activations", "weights")
+        yield f"sharding.{has}.experts names {axis}, sharding.{lacks}.experts does not: name it in both or in neither"
+    if computed and axis not in acts["batch"]:
+        yield (
+            f"sharding.activations.experts names {axis}, sharding.activations.batch does not: the dense layers would repeat "
+            f"their work on it; name it in batch too"
+        )
+    if (axis in acts["expert_batch"]) != (axis in acts["batch"] and not computed):
+        right = [name for name in acts["batch"] if name not in acts["experts"]]
+        yield (
+            f"sharding.activations.expert_batch must name the axes of batch that do not split the experts; write "
+            f"[{', '.join(right)}]"
+        )
 
 
 def _column_faults(axis: str, rules: Rules) -> Iterator[str]:
