@@ -11,8 +11,8 @@ from experiments import CONF, FOUND, experiment
 from timed_session import Device, Session
 
 from scaling_lab import worker
-from scaling_lab.backends.rows import stored_batch
 from scaling_lab.backends.contract import Job
+from scaling_lab.backends.rows import stored_batch
 from scaling_lab.data import open_source
 from scaling_lab.errors import ConfigError, WorkerError
 from scaling_lab.plan.layout import Layout
