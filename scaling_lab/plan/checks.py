@@ -51,6 +51,10 @@ def _unused_keys(experiment: Experiment) -> Iterator[str]:
     backend, optimizer = experiment.backend, experiment.workload.optimizer
     if backend.name == "torch" and backend.scan_layers is not None:
         yield f"backend.scan_layers={_yaml(backend.scan_layers)} is for backend=jax; torch does not scan. Set backend.scan_layers=null."
+    if backend.name == "torch" and backend.partitioner is not None:
+        yield f"backend.partitioner={backend.partitioner} is for backend=jax; torch has none. Set backend.partitioner=null."
+    if backend.name == "jax" and backend.partitioner is None:
+        yield "backend.partitioner is null: JAX needs one. Set backend.partitioner=shardy."
     if backend.name == "torch" and backend.xla_flags:
         yield "backend.xla_flags is for backend=jax; torch has no XLA. Set backend.xla_flags=[]."
     if backend.name == "jax" and backend.compile is not None:

@@ -144,7 +144,8 @@ class DataConfig:
 class BackendConfig:
     """processes: how many worker processes a host gets. Keys below it belong to one backend and are null in the other.
 
-    scan_layers (jax): one scanned layer body instead of an unrolled stack; compile (torch): torch.compile each layer
+    scan_layers (jax): one scanned layer body instead of an unrolled stack; partitioner (jax): which of XLA's splits the program
+    compile (torch): torch.compile each layer
     attention: `fused` is the lab's or the library's fused kernel, `plain` is softmax written out
     """
 
@@ -152,6 +153,7 @@ class BackendConfig:
     processes: Literal["per_host", "per_device"]
     attention: Literal["fused", "plain"]
     scan_layers: bool | None
+    partitioner: Literal["shardy", "gspmd"] | None
     compile: bool | None
     environment: dict[str, str]
     xla_flags: tuple[str, ...]
