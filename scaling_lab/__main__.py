@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from scaling_lab.cluster.interrupts import obeyed
 from scaling_lab.errors import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_REQUEST, ConfigError, LabError
 
 USAGE = """\
@@ -38,11 +39,12 @@ def main() -> int:
     verb, rest = arguments[0], arguments[1:]
     verbs: dict[str, Callable[[list[str]], int]] = {"run": _run, "draw": _draw, "show": _show, "report": _report}
     try:
-        if verb not in verbs:
-            from scaling_lab.plan.rules import nearest
+        with obeyed():
+            if verb not in verbs:
+                from scaling_lab.plan.rules import nearest
 
-            raise ConfigError(f"unknown verb {verb!r}{nearest(verb, verbs)}. `scaling-lab --help` shows what each does.")
-        return verbs[verb](rest)
+                raise ConfigError(f"unknown verb {verb!r}{nearest(verb, verbs)}. `scaling-lab --help` shows what each does.")
+            return verbs[verb](rest)
     except LabError as error:
         print(f"scaling-lab: {error}", file=sys.stderr)
         return error.exit_code
@@ -52,8 +54,8 @@ def main() -> int:
     except OSError as error:
         print(f"scaling-lab: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("scaling-lab: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"scaling-lab: {str(stop) or 'interrupted'}", file=sys.stderr)
         return EXIT_FAILED
 
 

@@ -50,6 +50,8 @@ def _fault(fault: dict[str, Any], plain: dict[str, Any]) -> str:
     if fault["type"] == "literal_error":
         allowed = fault["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")
         message = f"not one of the choices{nearest(str(fault['input']), allowed)}"
+    if fault["type"] == "string_pattern_mismatch":
+        message = "a name has letters, digits, and . _ + - after the first of them"
     if fault["type"] in ("list_type", "tuple_type"):
         message = f"must be a list; write [{fault['input'] or ''}]" if key.startswith("sharding.") else "must be a list"
     return f"{key}={_written(fault['input'])}: {message}"

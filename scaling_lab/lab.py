@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from scaling_lab.cluster import environment as workers
-from scaling_lab.cluster import folders, found, local
+from scaling_lab.cluster import folders, found, interrupts, local
 from scaling_lab.config import experiment_from
 from scaling_lab.errors import EXIT_DONE, EXIT_FAILED, LabError
 from scaling_lab.plan.experiment import Experiment
@@ -54,7 +54,8 @@ def run(request: Request) -> int:
         facts["error"] = error
         raise
     finally:
-        result = _finish(request, folder, facts)
+        with interrupts.held():
+            result = _finish(request, folder, facts)
         if result["status"] == "ok":
             shown.show_result(shown.open_console(), result, folder.path)
     return EXIT_DONE

@@ -317,3 +317,14 @@ def test_the_gathered_layer_is_the_larger_one_of_two_stacks():
     small, large = (plan(**changes, **{"model.mlp": mlp}).bytes_per_device["gathered"] for mlp in (64, 4096))
     # A dense layer of 3 x 128 x 4096 exceeds one with 4 experts of 3 x 128 x 192 by 786,432 elements; the router is 512 more.
     assert large - small == 4 * (3 * 128 * (4096 - 4 * 192) - 128 * 4)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../up", 'x"y', "$HOME", " "])
+def test_a_name_that_could_not_be_a_folders_is_a_wrong_request(name):
+    message = refusal(ConfigError, **{"sharding.name": name})
+    assert "sharding.name=" in message
+    assert "a name has letters, digits, and . _ + -" in message
+
+
+def test_a_torch_process_for_several_devices_is_refused_while_planning():
+    assert "Set backend.processes=per_device." in refusal(ConfigError, backend="torch", **{"backend.processes": "per_host"})

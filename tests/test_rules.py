@@ -192,6 +192,11 @@ def test_what_experts_cannot_do_is_refused_with_what_they_can(changes, words):
     assert words in refusal("fsdp_expert", error=PlanError, model="tiny_moe", **{"mesh.expert": 2, "mesh.fsdp": 1, **changes})
 
 
+def test_a_row_that_the_model_does_not_use_gives_an_axis_no_work():
+    message = refusal("single", error=PlanError, **{"sharding.activations.expert_batch": ["data"], "mesh.data": 2})
+    assert "mesh.data=2: the sharding table gives this axis no work" in message
+
+
 def test_every_shipped_table_is_read_above():
     assert TABLES == [
         "context",

@@ -11,6 +11,8 @@ from pydantic.dataclasses import dataclass
 #: Every config dataclass: unknown keys refused, no silent conversion of types, no infinite numbers.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+#: A name goes into titles and into the names of folders: letters, digits, and . _ + - inside.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=80)]
 Size = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -79,7 +81,7 @@ class Model:
     init_std: standard deviation of the initial weights; residual outputs are scaled by 1 / sqrt(2 x layers)
     """
 
-    name: str
+    name: Name
     family: Literal["decoder"]
     layers: Size
     embed: Size

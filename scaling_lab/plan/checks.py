@@ -51,6 +51,8 @@ def _unused_keys(experiment: Experiment) -> Iterator[str]:
     backend, optimizer = experiment.backend, experiment.workload.optimizer
     if backend.name == "torch" and backend.scan_layers is not None:
         yield f"backend.scan_layers={_yaml(backend.scan_layers)} is for backend=jax; torch does not scan. Set backend.scan_layers=null."
+    if backend.name == "torch" and backend.processes != "per_device":
+        yield f"backend.processes={backend.processes}: a torch process drives one device. Set backend.processes=per_device."
     if backend.name == "torch" and backend.partitioner is not None:
         yield f"backend.partitioner={backend.partitioner} is for backend=jax; torch has none. Set backend.partitioner=null."
     if backend.name == "jax" and backend.partitioner is None:

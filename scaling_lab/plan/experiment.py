@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from scaling_lab.models.model import STRICT, Count, Model, Positive, Size
+from scaling_lab.models.model import STRICT, Count, Model, Name, Positive, Size
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 #: A decay rate: 1 would never forget, and AdamW divides by 1 - rate.
@@ -23,7 +23,7 @@ MESH_AXES = ("pipeline", "data", "expert", "fsdp", "context", "tensor")
 class MeshConfig:
     """Sizes of the mesh's axes. A null size is chosen by the `auto` rule; null devices: 8 simulated, or all found."""
 
-    name: str
+    name: Name
     pipeline: Size | None
     data: Size | None
     expert: Size | None
@@ -40,7 +40,7 @@ class MeshConfig:
 class ShardingConfig:
     """The sharding table. `gradients` and `optimizer` hold only the rows that differ from `weights`."""
 
-    name: str
+    name: Name
     weights: Rows
     activations: Rows
     gradients: Rows
@@ -100,7 +100,7 @@ class Context:
 class Workload:
     """global_batch: rows per optimizer step; accumulation: microbatches it is split into; seed: of the parameters."""
 
-    name: str
+    name: Name
     global_batch: Size
     sequence: Size
     steps: Count
@@ -169,7 +169,7 @@ class HardwareConfig:
     both one way, per device, 10^9 bytes/s
     """
 
-    name: str
+    name: Name
     platform: Literal["auto", "cpu", "gpu", "tpu"]
     memory_gib: Positive | None
     peak_bf16_tflops: Positive | None
