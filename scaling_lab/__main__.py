@@ -107,7 +107,7 @@ def run_job(config: Any) -> int:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from scaling_lab import lab
+    from scaling_lab import lab, sweep
 
     _check_sweep()
     hydra = HydraConfig.get()
@@ -118,6 +118,7 @@ def run_job(config: Any) -> int:
         command=" ".join(["scaling-lab run", *hydra.overrides.task]),
         sweep=Path(hydra.sweep.dir).resolve().name if in_sweep else None,
         started=time.time() if in_sweep else lab.process_started(),
+        folder_named=in_sweep or sweep.names(hydra.overrides.hydra, "hydra.run.dir"),
     )
     if not in_sweep:
         return lab.run(request)

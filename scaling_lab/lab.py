@@ -30,24 +30,23 @@ from scaling_lab.results.tracker import Tracker
 
 @dataclass(frozen=True)
 class Request:
-    """One job as it was asked for. config: resolved and plain; sweep: the sweep's name; started: unix time."""
+    """One job as it was asked for. config: resolved and plain; sweep: the sweep's name; started: unix time.
+
+    folder_named: whether somebody asked for this very folder; else a taken one gives way to the next free one
+    """
 
     config: Mapping[str, Any]
     folder: Path
     command: str
     sweep: str | None = None
     started: float = field(default_factory=lambda: time.time())
-
-    @property
-    def run_id(self) -> str:
-        """Unique, and telling."""
-        return f"{self.folder.parent.name}-{self.folder.name}-{secrets.token_hex(3)}"
+    folder_named: bool = True
 
 
 def run(request: Request) -> int:
     """Plan, start workers, train, measure; whatever happens ends in result.json. Raises LabError where it went wrong."""
-    folder = RunFolder.create(request.folder)
-    facts: dict[str, Any] = {"run_id": request.run_id, "experiment": dict(request.config), "plan": None, "records": []}
+    folder = RunFolder.create(request.folder, named=request.folder_named)
+    facts: dict[str, Any] = {"run_id": _run_id(folder.path), "experiment": dict(request.config), "plan": None, "records": []}
     try:
         _carry_out(request, folder, facts)
     except BaseException as error:
@@ -55,9 +54,15 @@ def run(request: Request) -> int:
         raise
     finally:
         result = _finish(request, folder, facts)
+        folder.release()
         if result["status"] == "ok":
             shown.show_result(shown.open_console(), result, folder.path)
     return EXIT_DONE
+
+
+def _run_id(folder: Path) -> str:
+    """Unique, and telling."""
+    return f"{folder.parent.name}-{folder.name}-{secrets.token_hex(3)}"
 
 
 def _carry_out(request: Request, folder: RunFolder, facts: dict[str, Any]) -> None:
