@@ -170,8 +170,11 @@ def _hydra(overrides: list[str], job: Callable[[Any], int]) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    from scaling_lab import own_config
     from scaling_lab.explain import explain
 
+    overrides = own_config.with_absolute_path(overrides)
+    own_config.check_presets(overrides, conf_folder())
     codes: list[int] = []
     errors: list[LabError] = []
     crashes: list[Exception] = []

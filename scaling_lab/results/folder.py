@@ -24,6 +24,17 @@ EXPERIMENT, PLAN, RECORDS, RESULT = "experiment.yaml", "plan.json", "records.jso
 #: Keys of experiment.yaml that speak to Hydra, so that the file alone is a config it can run.
 FOR_HYDRA = ("defaults", "hydra")
 
+#: Where its runs and sweeps go, as in conf/config.yaml. Hydra, not the lab, fills in the names: overrides may change them.
+HYDRA = {
+    "run": {"dir": "runs/${now:%Y-%m-%d}/${now:%H-%M-%S}-${backend.name}-${sharding.name}"},
+    "sweep": {
+        "dir": "runs/${now:%Y-%m-%d}/${now:%H-%M-%S}-sweep",
+        "subdir": "${hydra.job.num}-${backend.name}-${sharding.name}",
+    },
+    "output_subdir": None,
+    "job": {"chdir": False},
+}
+
 
 class RunFolder:
     """One run's folder, made and claimed by `create`. Every write is whole or not at all; a failing one is a LabError.
@@ -127,20 +138,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _experiment_text(experiment: Experiment, folder: Path) -> str:
-    name = f"{experiment.backend.name}-{experiment.sharding.name}"
-    hydra = {
-        "defaults": ["_self_", {"override hydra/job_logging": "disabled"}],
-        "hydra": {
-            "run": {"dir": f"runs/${{now:%Y-%m-%d}}/${{now:%H-%M-%S}}-{name}"},
-            "output_subdir": None,
-            "job": {"chdir": False},
-        },
-    }
     head = (
         "# For: running this experiment again exactly as it was resolved.\n"
         f"# Command: scaling-lab run --config-path {shlex.quote(str(folder))} --config-name {Path(EXPERIMENT).stem}\n"
-        "# Expect: a new run folder under runs/; overrides work as ever.\n"
+        "# Expect: a new run folder under runs/. Values are written out: KEY=VALUE changes one, GROUP=NAME has no presets here.\n"
     )
+    hydra = {"defaults": ["_self_", {"override hydra/job_logging": "disabled"}], "hydra": HYDRA}
     body = _escape(to_plain(experiment))
     return head + "".join(yaml.safe_dump(part, sort_keys=False, width=120, allow_unicode=True) for part in (body, hydra))
 
