@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +103,7 @@ def run(job: Job, source: Source, open_session: Callable[[Job], Session], tell: 
 
 def _check_validation(job: Job, source: Source) -> None:
     every = job.experiment.workload.evaluation.every
-    if every and not source.validation_batches(job.plan.batch.microbatch):
+    if every and not source.validation_batches(job.experiment.workload.global_batch):
         raise ConfigError(
             f"workload.evaluation.every={every}, but data.source={job.experiment.data.source} has no validation split. "
             f"Set data.validation_fraction above 0, data.validation_path, or workload.evaluation.every=0."
@@ -189,14 +189,13 @@ def _check_finite(values: dict[str, float], step: int) -> None:
 
 def _evaluate(state: Run, step: int) -> None:
     """Loss over the validation batches, each token counted once: the sum of their sums over the sum of their counts."""
-    session, source, batch_size = state.session, state.source, state.job.plan.batch.microbatch
+    session, workload = state.session, state.job.experiment.workload
     state.tell({"kind": "phase", "phase": "evaluation"})
     state.clock.charge("other")
-    available = source.validation_batches(batch_size)
-    batches = min(state.job.experiment.workload.evaluation.batches or available, available)
+    available = state.source.validation_batches(workload.global_batch)
+    batches = min(workload.evaluation.batches or available, available)
     loss_sum = tokens = compile_s = 0.0
-    for index in range(batches):
-        batch = _shaped(state.job, source.validation_rows(index, state.job.rows, batch_size), 1)
+    for index, batch in enumerate(_validation(state, batches)):
         if index == 0 and (compile_s := session.prepare_evaluation(batch)):
             state.clock.charge("evaluation")
             state.clock.move(compile_s, "evaluation", "evaluation_compile")
@@ -208,6 +207,19 @@ def _evaluate(state: Run, step: int) -> None:
     state.tell({**record, "time_s": state.clock.charge("evaluation")})
     _check_finite({"validation loss": loss}, step)
     state.tell({"kind": "phase", "phase": "train"})
+
+
+def _validation(state: Run, batches: int) -> Iterator[Batch]:
+    """This process's rows of the first validation batches: global batches, so that accumulation does not change what is read.
+
+    Each comes in the microbatches of a step, since no more fits a device; those past the end of the split are left out.
+    """
+    job, source, microbatch = state.job, state.source, state.job.plan.batch.microbatch
+    global_batch = job.experiment.workload.global_batch
+    for index in range(batches):
+        for first in range(0, min(global_batch, source.num_validation_samples - index * global_batch), microbatch):
+            rows = [first + row for row in job.rows]
+            yield _shaped(job, source.validation_rows(index, rows, global_batch), 1)
 
 
 def _batch(job: Job, source: Source, step: int) -> Batch:

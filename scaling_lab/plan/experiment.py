@@ -78,7 +78,7 @@ class Optimizer:
 
 @dataclass(frozen=True, config=STRICT)
 class Evaluation:
-    """Every how many optimizer steps (0: never) to evaluate, on how many validation batches (null: all)."""
+    """Every how many optimizer steps (0: never) to evaluate, on how many batches of global_batch rows (null: all)."""
 
     every: Count
     batches: Size | None
