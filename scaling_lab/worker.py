@@ -7,6 +7,7 @@ what becomes of a record: it hands each to `tell`.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -60,7 +61,10 @@ class Flight:
 
 @dataclass
 class Run:
-    """What the functions of the loop share. cpu_s: processor time of this process when the last step was done."""
+    """What the functions of the loop share.
+
+    cpu_s: processor time of this process when the last step was done; timed_cpu_s: what each timed step took of it
+    """
 
     job: Job
     source: Source
@@ -68,6 +72,7 @@ class Run:
     tell: Tell
     clock: Clock
     cpu_s: float = 0.0
+    timed_cpu_s: list[float] = field(default_factory=list)
 
 
 def run(job: Job, source: Source, open_session: Callable[[Job], Session], tell: Tell, started: float) -> None:
@@ -98,7 +103,7 @@ def run(job: Job, source: Source, open_session: Callable[[Job], Session], tell: 
     tell({"kind": "phase", "phase": "closing"})
     session.close()
     clock.charge("other")
-    tell({"kind": "done", **results, **_layout_record(layouts), **_facts(source, clock)})
+    tell({"kind": "done", **results, **_layout_record(layouts), **_facts(state)})
 
 
 def _check_validation(job: Job, source: Source) -> None:
@@ -158,7 +163,10 @@ def _finish(state: Run, flight: Flight | None) -> None:
     workload = state.job.experiment.workload
     timed = flight.step > workload.untimed_steps
     step_time_s = state.clock.charge("timed_steps" if timed else "untimed_steps")
-    cpu_s, state.cpu_s = state.cpu_s, time.process_time()
+    before_s, state.cpu_s = state.cpu_s, time.process_time()
+    cpu_time_s = state.cpu_s - before_s
+    if timed:
+        state.timed_cpu_s.append(cpu_time_s)
     tokens = workload.global_batch * workload.sequence
     record = {
         "kind": "step",
@@ -169,7 +177,7 @@ def _finish(state: Run, flight: Flight | None) -> None:
         "timed": timed,
         "tokens": tokens,
         "tokens_seen": tokens * flight.step,
-        "cpu_time_s": state.cpu_s - cpu_s,
+        "cpu_time_s": cpu_time_s,
     }
     state.tell(record if flight.samples is None else {**record, "samples": flight.samples})
     _check_finite({name: result[name] for name in ("loss", "grad_norm")}, flight.step)
@@ -266,9 +274,11 @@ def _layout_record(layouts: dict[str, Layout]) -> dict[str, Any]:
     return {"layouts": plain, "layouts_equal_plan": True}
 
 
-def _facts(source: Source, clock: Clock) -> dict[str, Any]:
+def _facts(state: Run) -> dict[str, Any]:
+    clock, timed = state.clock, state.timed_cpu_s
     return {
-        "corpus": source.corpus,
+        "corpus": state.source.corpus,
+        "cpu_time_per_step_s": statistics.median(timed) if timed else None,
         "resident_bytes": peak_resident_bytes(),
         "wall_start": clock.started,
         "wall_time_s": clock.charged,

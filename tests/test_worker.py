@@ -113,6 +113,15 @@ def test_a_step_record_counts_tokens_by_the_global_batch_and_valid_ones_apart():
     assert all(s["loss"] == 2.0 and s["lr"] == 0.5 and s["cpu_time_s"] >= 0 for s in steps)
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_every_process_tells_its_own_processor_time_of_a_timed_step(process):
+    job = job_of(process, backend="torch", **{"mesh.devices": 4})
+    records = run(job, Session(job))
+    timed = [s["cpu_time_s"] for s in of_kind(records, "step") if s["timed"]]
+    assert len(timed) == 3
+    assert records[-1]["cpu_time_per_step_s"] == sorted(timed)[1]
+
+
 def test_validation_loss_weighs_every_token_alike():
     job = job_of(**{"data.ragged": True, "workload.evaluation": {"every": 4, "batches": 3}})
     session = Session(job)
