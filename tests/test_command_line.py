@@ -71,6 +71,16 @@ def test_draw_plans_for_hardware_that_is_not_here(tmp_path, hardware):
     assert "simulated" not in done.stdout
 
 
+@pytest.mark.parametrize("asked", [["hardware=h100_sxm", "mesh.devices=16"], ["mesh.devices=16", "mesh.devices_per_host=8"]])
+def test_draw_cuts_the_devices_into_hosts_and_says_which_axes_cross_them(tmp_path, asked):
+    done = scaling_lab("draw", *asked, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 hosts" in done.stdout
+    assert "2 x 8 devices (per_host)" in done.stdout
+    rows = {line.split()[0]: line.split()[-1] for line in done.stdout.splitlines() if "(auto)" in line}
+    assert rows == {"fsdp": "yes", "tensor": "no"}, "a host has 4 of fsdp's 8 parts, each with both of tensor"
+
+
 def test_draw_shows_every_job_of_a_sweep_and_writes_nothing(tmp_path):
     done = scaling_lab("draw", "-m", "sharding=data,fsdp", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
