@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from scaling_lab import __version__
 from scaling_lab.errors import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_REQUEST, ConfigError, LabError
 
 USAGE = """\
@@ -19,7 +20,7 @@ scaling-lab VERB [Hydra overrides]
   run                  plan, start workers, train, measure            scaling-lab run backend=torch sharding=fsdp
   run -m               a sweep, ending in one table                   scaling-lab run -m backend=jax,torch sharding=data,fsdp
   draw                 show what would be decided, start nothing      scaling-lab draw mesh.devices=16
-  show PATH...         the tables of finished runs                    scaling-lab show runs/2026-11-30/12-00-00-jax-fsdp
+  show PATH...         the table of each finished run, then of all    scaling-lab show runs/2026-11-30/12-00-00-jax-fsdp
   report PATH...       runs and sweeps side by side                   scaling-lab report runs/
 
 Every Hydra flag works: --cfg job, --info, -m, hydra/launcher=joblib, experiment=NAME, hydra.run.dir=FOLDER.
@@ -35,6 +36,9 @@ def main() -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
         return EXIT_DONE if arguments else EXIT_WRONG_REQUEST
+    if arguments[0] == "--version":
+        print(f"scaling_lab {__version__}")
+        return EXIT_DONE
     verb, rest = arguments[0], arguments[1:]
     verbs: dict[str, Callable[[list[str]], int]] = {"run": _run, "draw": _draw, "show": _show, "report": _report}
     try:

@@ -128,11 +128,14 @@ def draw(config: Mapping[str, Any]) -> int:
 
 
 def show(paths: Sequence[Path]) -> int:
-    """The tables of finished runs, one after the other."""
-    for one in tables.load_results(paths):
+    """The tables of finished runs, one after the other; where there are several, as in a sweep, then all in one."""
+    runs = tables.load_results(paths)
+    for one in runs:
         if one.result is None:
             raise LabError(f"{one.folder}: {one.reason}")
         shown.show_result(shown.open_console(), one.result, one.folder)
+    if len(runs) > 1:
+        shown.show_table(shown.open_console(), runs)
     return EXIT_DONE
 
 

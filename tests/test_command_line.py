@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+from finished_runs import run_folder
 
 
 def scaling_lab(*arguments: str, cwd, timeout: float = 120):
@@ -115,6 +118,22 @@ def test_hydra_flags_work(tmp_path):
     done = scaling_lab("run", "--cfg", "job", "model.layers=7", cwd=tmp_path)
     assert done.returncode == 0
     assert "layers: 7" in done.stdout
+
+
+def test_the_version_is_that_of_the_package(tmp_path):
+    done = scaling_lab("--version", cwd=tmp_path)
+    packaged = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["version"]
+    assert (done.returncode, done.stdout) == (0, f"scaling_lab {packaged}\n")
+
+
+def test_show_gives_each_run_of_a_sweep_and_then_the_sweep_in_one_table(tmp_path):
+    for name in ("0-jax", "1-jax"):
+        run_folder(tmp_path / "sweep" / name)
+    done = scaling_lab("show", "sweep", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nrun folder") == 2
+    assert "2 runs of tiny" in done.stdout.partition("1-jax")[2]
+    assert "runs of" not in scaling_lab("show", "sweep/0-jax", cwd=tmp_path).stdout
 
 
 def test_usage_is_shown_on_request(tmp_path):
