@@ -23,7 +23,8 @@ scaling-lab VERB [Hydra overrides]
   show PATH...         the table of each finished run, then of all    scaling-lab show runs/2026-11-30/12-00-00-jax-fsdp
   report PATH...       runs and sweeps side by side                   scaling-lab report runs/
 
-Every Hydra flag works: --cfg job, --info, -m, hydra/launcher=joblib, experiment=NAME, hydra.run.dir=FOLDER.
+Every Hydra flag works: --cfg job, --info, -m, experiment=NAME, hydra.run.dir=FOLDER; hydra/launcher=NAME once its plugin is
+installed (pip install hydra-joblib-launcher).
 scaling-lab run --help lists the config groups. Exit code 0: done; 2: the request is wrong or infeasible; 1: something failed."""
 
 #: Kinds of error after which a sweep does not carry on: somebody asked it to stop.

@@ -136,6 +136,8 @@ def test_show_gives_each_run_of_a_sweep_and_then_the_sweep_in_one_table(tmp_path
     assert "runs of" not in scaling_lab("show", "sweep/0-jax", cwd=tmp_path).stdout
 
 
-def test_usage_is_shown_on_request(tmp_path):
-    assert scaling_lab("--help", cwd=tmp_path).returncode == 0
+def test_usage_is_shown_on_request_and_promises_no_launcher_that_is_not_here(tmp_path):
+    done = scaling_lab("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "hydra/launcher=NAME once its plugin is" in done.stdout
     assert scaling_lab(cwd=tmp_path).returncode == 2
