@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 
 from scaling_lab.config import valid_keys
+from scaling_lab.models.parameters import ACTIVATION_AXES, WEIGHT_AXES
 from scaling_lab.plan.rules import nearest
+
+#: The rows of a sharding table: keys that the config's types do not list.
+_ROWS = {
+    "sharding.activations": ACTIVATION_AXES,
+    **dict.fromkeys(("sharding.weights", "sharding.gradients", "sharding.optimizer"), WEIGHT_AXES),
+}
 
 
 def explain(text: str) -> str:
@@ -33,7 +40,7 @@ def _unknown_key(key: str) -> str:
         if parent not in valid_keys(parents[:depth]):
             parents, name = parents[:depth], parent
             break
-    choices = valid_keys(parents)
+    choices = valid_keys(parents) or list(_ROWS.get(".".join(parents), ()))
     if parents[:1] == ["hydra"] or not choices:
         return f"{key}: unknown key"
     where = ".".join([*parents, name])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from scaling_lab.cluster import environment as workers
 from scaling_lab.cluster import folders, found, interrupts, local
@@ -27,27 +26,29 @@ from scaling_lab.results.partitioner import rematerializations
 from scaling_lab.results.result import Facts, build
 from scaling_lab.results.tracker import Tracker
 
+#: Which field of /proc/PID/stat is the process's start, in ticks since boot; the third is the first after its name (proc(5)).
+STARTTIME = 22
+
 
 @dataclass(frozen=True)
 class Request:
-    """One job as it was asked for. config: resolved and plain; sweep: the sweep's name; started: unix time."""
+    """One job as it was asked for. config: resolved and plain; sweep: the sweep's name; started: unix time.
+
+    folder_named: whether somebody asked for this very folder; else a taken one gives way to the next free one
+    """
 
     config: Mapping[str, Any]
     folder: Path
     command: str
     sweep: str | None = None
     started: float = field(default_factory=lambda: time.time())
-
-    @property
-    def run_id(self) -> str:
-        """Unique, and telling."""
-        return f"{self.folder.parent.name}-{self.folder.name}-{secrets.token_hex(3)}"
+    folder_named: bool = True
 
 
 def run(request: Request) -> int:
     """Plan, start workers, train, measure; whatever happens ends in result.json. Raises LabError where it went wrong."""
-    folder = RunFolder.create(request.folder)
-    facts: dict[str, Any] = {"run_id": request.run_id, "experiment": dict(request.config), "plan": None, "records": []}
+    folder = RunFolder.create(request.folder, named=request.folder_named)
+    facts: dict[str, Any] = {"run_id": _run_id(folder.path), "experiment": dict(request.config), "plan": None, "records": []}
     try:
         _carry_out(request, folder, facts)
     except BaseException as error:
@@ -56,9 +57,15 @@ def run(request: Request) -> int:
     finally:
         with interrupts.held():
             result = _finish(request, folder, facts)
+        folder.release()
         if result["status"] == "ok":
             shown.show_result(shown.open_console(), result, folder.path)
     return EXIT_DONE
+
+
+def _run_id(folder: Path) -> str:
+    """Unique, and telling."""
+    return f"{folder.parent.name}-{folder.name}-{secrets.token_hex(3)}"
 
 
 def _carry_out(request: Request, folder: RunFolder, facts: dict[str, Any]) -> None:
@@ -124,11 +131,14 @@ def draw(config: Mapping[str, Any]) -> int:
 
 
 def show(paths: Sequence[Path]) -> int:
-    """The tables of finished runs, one after the other."""
-    for one in tables.load_results(paths):
+    """The tables of finished runs, one after the other; where there are several, as in a sweep, then all in one."""
+    runs = tables.load_results(paths)
+    for one in runs:
         if one.result is None:
             raise LabError(f"{one.folder}: {one.reason}")
         shown.show_result(shown.open_console(), one.result, one.folder)
+    if len(runs) > 1:
+        shown.show_table(shown.open_console(), runs)
     return EXIT_DONE
 
 
@@ -149,5 +159,10 @@ def end_sweep(folder: Path) -> int:
 
 
 def process_started() -> float:
-    """Unix time at which this process began, for what a run costs from the shell on."""
-    return psutil.Process().create_time()
+    """Unix time at which this process began, for what a run costs from the shell on.
+
+    Its age on the clock that Linux dates processes by, since boot: the time of the boot itself is known to whole seconds only.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # the program's name may hold blanks
+    began_s = int(fields[STARTTIME - 3]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)

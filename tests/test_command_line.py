@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+from finished_runs import run_folder
 
 
 def scaling_lab(*arguments: str, cwd, timeout: float = 120):
@@ -28,6 +31,8 @@ def scaling_lab(*arguments: str, cwd, timeout: float = 120):
         (["draw", "sharding.weights.embed=[fsdq]"], ["sharding.weights.embed", "did you mean fsdp?"]),
         (["draw", "model=null"], ["GROUP=NAME"]),
         (["draw", "model=[1,2]"], ["model=[1,2]"]),
+        (["draw", "model.name=${nope}"], ["model.name", "nope"]),
+        (["draw", "sharding.weights.embd=[fsdp]"], ["did you mean sharding.weights.embed?"]),
         (["draw", "backend=tensorflow"], ["backend=tensorflow", "(one of jax, torch)"]),
         (["draw", "hydra.run.dir=/proc/nowhere"], ["/proc/nowhere"]),
         (["run", "hydra.run.dir=/proc/nowhere"], ["/proc/nowhere"]),
@@ -71,8 +76,18 @@ def test_draw_plans_for_hardware_that_is_not_here(tmp_path, hardware):
     assert "simulated" not in done.stdout
 
 
+@pytest.mark.parametrize("asked", [["hardware=h100_sxm", "mesh.devices=16"], ["mesh.devices=16", "mesh.devices_per_host=8"]])
+def test_draw_cuts_the_devices_into_hosts_and_says_which_axes_cross_them(tmp_path, asked):
+    done = scaling_lab("draw", *asked, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 hosts" in done.stdout
+    assert "2 x 8 devices (per_host)" in done.stdout
+    rows = {line.split()[0]: line.split()[-1] for line in done.stdout.splitlines() if "(auto)" in line}
+    assert rows == {"fsdp": "yes", "tensor": "no"}, "a host has 4 of fsdp's 8 parts, each with both of tensor"
+
+
 def test_draw_shows_every_job_of_a_sweep_and_writes_nothing(tmp_path):
-    done = scaling_lab("draw", "-m", "sharding=data,fsdp", cwd=tmp_path)
+    done = scaling_lab("draw", "sharding=data,fsdp", "-m", "model.layers=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "table data" in done.stdout
     assert "table fsdp" in done.stdout
@@ -107,6 +122,24 @@ def test_hydra_flags_work(tmp_path):
     assert "layers: 7" in done.stdout
 
 
-def test_usage_is_shown_on_request(tmp_path):
-    assert scaling_lab("--help", cwd=tmp_path).returncode == 0
+def test_the_version_is_that_of_the_package(tmp_path):
+    done = scaling_lab("--version", cwd=tmp_path)
+    packaged = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["version"]
+    assert (done.returncode, done.stdout) == (0, f"scaling_lab {packaged}\n")
+
+
+def test_show_gives_each_run_of_a_sweep_and_then_the_sweep_in_one_table(tmp_path):
+    for name in ("0-jax", "1-jax"):
+        run_folder(tmp_path / "sweep" / name)
+    done = scaling_lab("show", "sweep", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nrun folder") == 2
+    assert "2 runs of tiny" in done.stdout.partition("1-jax")[2]
+    assert "runs of" not in scaling_lab("show", "sweep/0-jax", cwd=tmp_path).stdout
+
+
+def test_usage_is_shown_on_request_and_promises_no_launcher_that_is_not_here(tmp_path):
+    done = scaling_lab("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "hydra/launcher=NAME once its plugin is" in done.stdout
     assert scaling_lab(cwd=tmp_path).returncode == 2

@@ -49,7 +49,7 @@ def open_source(config: DataConfig, vocab: int, sequence: int, cache_folder: Pat
 
 def _check_keys(config: DataConfig) -> None:
     used = _KEYS.get(config.source, ())
-    if used and config.path is None:
+    if used and not config.path:
         raise ConfigError(f"data.path is missing: data.source={config.source} reads files; set data.path=PATH")
     for key in ("path", "validation_path", "tokenizer", "dtype", "document_end"):
         if getattr(config, key) is not None and key not in used:

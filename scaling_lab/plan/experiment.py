@@ -21,7 +21,10 @@ MESH_AXES = ("pipeline", "data", "expert", "fsdp", "context", "tensor")
 
 @dataclass(frozen=True, config=STRICT)
 class MeshConfig:
-    """Sizes of the mesh's axes. A null size is chosen by the `auto` rule; null devices: 8 simulated, or all found."""
+    """Sizes of the mesh's axes. A null size is chosen by the `auto` rule; null devices: 8 simulated, or all found.
+
+    hosts: null for as many as `devices_per_host`, else the hardware's, makes; one where neither is known
+    """
 
     name: Name
     pipeline: Size | None
@@ -31,7 +34,7 @@ class MeshConfig:
     context: Size | None
     tensor: Size | None
     devices: Size | None
-    hosts: Size
+    hosts: Size | None
     devices_per_host: Size | None
     order: tuple[str, ...]
 
@@ -78,7 +81,7 @@ class Optimizer:
 
 @dataclass(frozen=True, config=STRICT)
 class Evaluation:
-    """Every how many optimizer steps (0: never) to evaluate, on how many validation batches (null: all)."""
+    """Every how many optimizer steps (0: never) to evaluate, on how many batches of global_batch rows (null: all)."""
 
     every: Count
     batches: Size | None

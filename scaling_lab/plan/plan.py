@@ -65,7 +65,7 @@ def make_plan(experiment: Experiment, found: Found) -> Plan:
     checks.check_model(experiment)
     rules = rules_from(experiment.sharding, experiment.mesh.order)
     parameters = decoder.parameters(experiment.model)
-    mesh = auto.resolve(experiment.mesh, rules, found.devices)
+    mesh = auto.resolve(experiment.mesh, rules, found.devices, experiment.hardware.devices_per_host)
     roles = reading.roles(parameters, rules, mesh)
     checks.check_axes(parameters, rules, mesh, roles)
     faults = [
