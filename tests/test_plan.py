@@ -34,7 +34,7 @@ def followed(message, found=ENDLESS, **choices):
         keys = {}
         for sentence in advice:
             options = re.split(r" or ", sentence)
-            key = options[0].split("=")[0]
+            key = (options[pick] if "=" in options[pick] else options[0]).split("=")[0]
             value = options[pick].split("=")[-1]
             keys[key] = None if value == "null" else int(value) if value.isdigit() else value
         plan(found, **{**choices, **keys})
@@ -155,7 +155,10 @@ def test_fewer_key_value_heads_than_tensor_devices_are_refused_and_the_advice_pl
 def test_the_vocabulary_of_gpt2_does_not_divide_and_the_advice_plans():
     choices = {"model": "gpt2_124m", "sharding": "tensor", "mesh.tensor": 4}  # 50257 = 29 x 1733
     message = refusal(**choices)
-    assert "vocab 50257 over 4 (mesh.tensor=4): set model.vocab=50260, or let mesh.tensor divide 50257" in message
+    assert (
+        "vocab 50257 over 4 (mesh.tensor=4): set model.vocab=50260 or model.vocab_multiple=4, or let mesh.tensor divide 50257"
+        in message
+    )
     assert "embed.tokens, activation `logits`" in message
     followed(message, **choices)
 

@@ -74,6 +74,7 @@ class Latent:
 class Model:
     """A pre-norm decoder. Sizes carry the logical axes' names.
 
+    vocab_multiple: embedding and head have rows for a multiple of this many tokens; those beyond vocab never take part
     mlp: hidden width of the dense mlp; unused where `moe` leaves no dense layer
     qk_norm: RMSNorm over head_dim of each head's query and key, before their rotation
     latent: null for attention with keys and values of their own; moe: null for a dense model
@@ -90,6 +91,7 @@ class Model:
     head_dim: Size
     mlp: Size
     vocab: Annotated[int, Field(ge=2)]
+    vocab_multiple: Size
     norm: Literal["rms", "layer"]
     norm_eps: Positive
     positions: Literal["rope", "learned"]
@@ -103,6 +105,11 @@ class Model:
     latent: Latent | None
     moe: Moe | None
     init_std: Positive
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding and columns of the head."""
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def residual_std(self) -> float:

@@ -116,7 +116,7 @@ def activation_bytes(experiment: Experiment, rules: Rules, mesh: Mesh) -> int:
         products = attention + (2 if model.activation == "swiglu" else 1) * hidden + sent
         per_layer = {"full": residual, "dots": 2 * residual + products, "none": 2 * residual + 2 * inside + products + hidden}
         size += len(layers) * per_layer[workload.remat]
-    return DTYPE_BYTES[workload.precision.compute] * size + 2 * 4 * local(vocab=model.vocab)
+    return DTYPE_BYTES[workload.precision.compute] * size + 2 * 4 * local(vocab=model.padded_vocab)
 
 
 def _attention_size(model: Model, local: Callable[..., int]) -> int:

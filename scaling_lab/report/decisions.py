@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
@@ -81,6 +83,9 @@ def number_lines(experiment: Experiment, plan: Plan) -> list[tuple[str, str]]:
 
 def _parameters(experiment: Experiment, plan: Plan) -> str:
     text = f"{count(plan.parameter_count)} ({experiment.workload.precision.params})"
+    padded = sum(math.prod(p.parameter.shape) for p in plan.parameters)
+    if padded > plan.parameter_count:
+        text += f", {count(padded)} with the vocabulary padded to {count(experiment.model.padded_vocab)}"
     if experiment.model.moe is None:
         return text
     return f"{text}, of which a token uses {count(decoder.active_size(experiment.model))}"
