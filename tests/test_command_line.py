@@ -114,6 +114,16 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "ok"
 
 
+def test_one_eager_torch_device_is_a_real_cpu_on_which_nothing_was_compiled(tmp_path):
+    asked = ["run", "backend=torch", "mesh=one", "sharding=single", "model.layers=1", "data=synthetic", "workload.steps=2"]
+    asked += ["workload.untimed_steps=1", "workload.sequence=16", "tracking=disabled", f"hydra.run.dir={tmp_path}/run"]
+    done = scaling_lab(*asked, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = {line.partition("  ")[0]: line.split("  ")[-1].strip() for line in done.stdout.splitlines()}
+    assert lines["devices"] == "1 real: cpu"
+    assert lines["compile time"] == "- (eager: nothing was compiled)"
+
+
 def test_hydra_flags_work(tmp_path):
     done = scaling_lab("run", "--cfg", "job", "model.layers=7", cwd=tmp_path)
     assert done.returncode == 0

@@ -109,6 +109,9 @@ def _flops(experiment: Experiment, plan: Plan) -> str:
 def _steps(experiment: Experiment) -> str:
     workload = experiment.workload
     tokens = workload.steps * workload.global_batch * workload.sequence
-    text = f"{count(workload.steps)}, the first {workload.untimed_steps} untimed; {scaled(tokens)} tokens in all"
+    untimed = {0: "all timed", 1: "the first untimed"}.get(
+        workload.untimed_steps, f"the first {workload.untimed_steps} untimed"
+    )
+    text = f"{count(workload.steps)}, {untimed}; {scaled(tokens)} tokens in all"
     every = workload.evaluation.every
     return f"{text}; evaluated every {every} steps and at the end" if every else text
