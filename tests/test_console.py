@@ -16,7 +16,7 @@ from rich.console import Console
 
 from scaling_lab.errors import WorkerError
 from scaling_lab.plan.mesh import Mesh
-from scaling_lab.plan.plan import make_plan
+from scaling_lab.plan.plan import Found, make_plan
 from scaling_lab.predict.peak import DevicePeak, MachinePeak
 from scaling_lab.report import units
 from scaling_lab.report.console import open_console, show_plan, show_progress, show_result
@@ -97,6 +97,19 @@ def test_the_bytes_shown_are_the_plans_part_by_part() -> None:
     # parameters and gradients: 853,120 x 4 bytes / 8 devices, but norms over fsdp only; AdamW keeps twice the parameters
     assert units.size(plan.bytes_per_device["parameters"]) in words
     assert words.endswith(f"= {units.size(plan.bytes_per_device['total'])}, by arithmetic")
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        # 23.13 MiB of 24 GiB are 0.0941 %
+        (FOUND, "this (cpu): 24.00 GiB a device, 0.0941 % planned, 23.98 GiB left"),
+        (Found("gpu", 8, False, None), "this (gpu): memory unknown"),
+    ],
+)
+def test_the_hardware_is_named_with_the_memory_that_the_plan_leaves(found: Found, words: str) -> None:
+    asked = experiment()
+    assert dict(number_lines(asked, make_plan(asked, found)))["hardware"] == words
 
 
 @pytest.mark.parametrize("model", ["tiny", "gpt2_124m", "llama3_1b"])

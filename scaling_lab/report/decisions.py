@@ -12,7 +12,7 @@ from rich.text import Text
 from scaling_lab.plan.experiment import Experiment
 from scaling_lab.plan.plan import Plan
 from scaling_lab.report.drawing import draw_mesh
-from scaling_lab.report.units import count, plural, scaled, size
+from scaling_lab.report.units import count, percent, plural, scaled, size
 
 
 def decisions(experiment: Experiment, plan: Plan) -> Group:
@@ -71,6 +71,7 @@ def number_lines(experiment: Experiment, plan: Plan) -> list[tuple[str, str]]:
     return [
         ("parameters", f"{count(plan.parameter_count)} ({workload.precision.params})"),
         ("bytes per device", _bytes(plan)),
+        ("hardware", _hardware(experiment, plan)),
         ("batch", _batch(plan)),
         ("tokens per step", f"{workload.global_batch} rows x {workload.sequence} tokens = {count(tokens)}"),
         ("FLOPs per token", _flops(experiment, plan)),
@@ -83,6 +84,15 @@ def number_lines(experiment: Experiment, plan: Plan) -> list[tuple[str, str]]:
 def _bytes(plan: Plan) -> str:
     parts = [f"{name} {size(value)}" for name, value in plan.bytes_per_device.items() if name != "total" and value]
     return f"{' + '.join(parts)} = {size(plan.bytes_per_device['total'])}, by arithmetic"
+
+
+def _hardware(experiment: Experiment, plan: Plan) -> str:
+    """What it is called, and how much of its memory the plan leaves."""
+    named, memory, planned = experiment.hardware.name, plan.memory_bytes_per_device, plan.bytes_per_device["total"]
+    name = named if named == plan.platform else f"{named} ({plan.platform})"
+    if memory is None:
+        return f"{name}: memory unknown"
+    return f"{name}: {size(memory)} a device, {percent(planned / memory)} planned, {size(memory - planned)} left"
 
 
 def _batch(plan: Plan) -> str:
