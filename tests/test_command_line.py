@@ -36,6 +36,11 @@ def scaling_lab(*arguments: str, cwd, timeout: float = 120):
         (["run", "hydra.run.dir=/proc/nowhere"], ["/proc/nowhere"]),
         (["draw", "experiment=catalogue"], ["a sweep over sharding=single,", "add -m"]),
         (["draw", "backend.environment=[a]"], ["backend.environment"]),
+        (["draw", "data=text"], ["data.path is missing", "set data.path=PATH"]),
+        (["draw", "data.path=here"], ["data.source=stdlib has no use for it", "or choose data=text"]),
+        (["draw", "data=text", "data.path=gone.txt"], ["gone.txt: no such file or folder"]),
+        (["draw", "data=tokens", "data.path=gone.bin"], ["gone.bin: no such file"]),
+        (["draw", "data=synthetic", "data.validation_fraction=0"], ["no validation split", "workload.evaluation.every=0"]),
         (["show"], ["needs the path"]),
         (["show", "no/such/run"], ["no/such/run"]),
     ],
@@ -99,6 +104,14 @@ def test_a_wrong_request_that_only_a_worker_can_see_exits_2_as_well(tmp_path):
     assert done.returncode == 2, done.stderr
     assert "0 tokens" in done.stderr
     assert "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["error"]["kind"] == "config"
+
+
+def test_a_wrong_request_for_data_is_refused_before_the_plan_is_shown_and_any_worker_starts(tmp_path):
+    done = scaling_lab("run", "data=text", "data.path=gone.txt", f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert not list((tmp_path / "run").glob("worker-*.log"))
     assert json.loads((tmp_path / "run" / "result.json").read_text())["error"]["kind"] == "config"
 
 
