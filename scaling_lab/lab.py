@@ -13,6 +13,7 @@ from typing import Any
 from scaling_lab.cluster import environment as workers
 from scaling_lab.cluster import folders, found, interrupts, local
 from scaling_lab.config import experiment_from
+from scaling_lab.data import check_request
 from scaling_lab.errors import EXIT_DONE, EXIT_FAILED, LabError
 from scaling_lab.plan.experiment import Experiment
 from scaling_lab.plan.plan import Plan, make_plan
@@ -72,6 +73,7 @@ def _carry_out(request: Request, folder: RunFolder, facts: dict[str, Any]) -> No
     """Fills `facts` as they come to be known, so that a failure loses none of them."""
     facts["experiment"] = experiment = experiment_from(dict(request.config))
     folder.write_experiment(experiment)
+    check_request(experiment.data, experiment.workload.evaluation.every)
     facts["plan"] = plan = make_plan(experiment, found.find(experiment))
     folder.write_plan(plan)
     console = shown.open_console()
@@ -125,6 +127,7 @@ def _scale(experiment: Experiment, plan: Plan, peak: float | None) -> Scale:
 def draw(config: Mapping[str, Any]) -> int:
     """Show what would be decided, also for hardware that is not here; start nothing, write nothing."""
     experiment = experiment_from(dict(config))
+    check_request(experiment.data, experiment.workload.evaluation.every)
     plan = make_plan(experiment, found.assume(experiment))
     shown.show_plan(shown.open_console(), experiment, plan)
     return EXIT_DONE

@@ -15,8 +15,8 @@ from typing import Any
 
 from scaling_lab.backends.contract import Batch, Job, Pending, Session
 from scaling_lab.backends.rows import stored_batch
-from scaling_lab.data import Rows, Source
-from scaling_lab.errors import ConfigError, WorkerError
+from scaling_lab.data import Rows, Source, no_validation
+from scaling_lab.errors import WorkerError
 from scaling_lab.plan.layout import Layout
 from scaling_lab.plan.plan import Plan
 
@@ -109,10 +109,7 @@ def run(job: Job, source: Source, open_session: Callable[[Job], Session], tell: 
 def _check_validation(job: Job, source: Source) -> None:
     every = job.experiment.workload.evaluation.every
     if every and not source.validation_batches(job.experiment.workload.global_batch):
-        raise ConfigError(
-            f"workload.evaluation.every={every}, but data.source={job.experiment.data.source} has no validation split. "
-            f"Set data.validation_fraction above 0, data.validation_path, or workload.evaluation.every=0."
-        )
+        raise no_validation(job.experiment.data, every)
 
 
 def _prepare(state: Run) -> None:

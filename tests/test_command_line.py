@@ -38,6 +38,11 @@ def scaling_lab(*arguments: str, cwd, timeout: float = 120):
         (["run", "hydra.run.dir=/proc/nowhere"], ["/proc/nowhere"]),
         (["draw", "experiment=catalogue"], ["a sweep over sharding=single,", "add -m"]),
         (["draw", "backend.environment=[a]"], ["backend.environment"]),
+        (["draw", "data=text"], ["data.path is missing", "set data.path=PATH"]),
+        (["draw", "data.path=here"], ["data.source=stdlib has no use for it", "or choose data=text"]),
+        (["draw", "data=text", "data.path=gone.txt"], ["gone.txt: no such file or folder"]),
+        (["draw", "data=tokens", "data.path=gone.bin"], ["gone.bin: no such file"]),
+        (["draw", "data=synthetic", "data.validation_fraction=0"], ["no validation split", "workload.evaluation.every=0"]),
         (["show"], ["needs the path"]),
         (["show", "no/such/run"], ["no/such/run"]),
     ],
@@ -104,6 +109,14 @@ def test_a_wrong_request_that_only_a_worker_can_see_exits_2_as_well(tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["error"]["kind"] == "config"
 
 
+def test_a_wrong_request_for_data_is_refused_before_the_plan_is_shown_and_any_worker_starts(tmp_path):
+    done = scaling_lab("run", "data=text", "data.path=gone.txt", f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert not list((tmp_path / "run").glob("worker-*.log"))
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["error"]["kind"] == "config"
+
+
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
     command = [sys.executable, "-m", "scaling_lab", "run", "mesh.devices=1", "sharding=single", "model.layers=1"]
     command += ["data=synthetic", "workload.steps=3", "workload.untimed_steps=1", "workload.sequence=16"]
@@ -114,6 +127,16 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
         process.stdout.close()
         assert process.wait(120) == 0
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "ok"
+
+
+def test_one_eager_torch_device_is_a_real_cpu_on_which_nothing_was_compiled(tmp_path):
+    asked = ["run", "backend=torch", "mesh=one", "sharding=single", "model.layers=1", "data=synthetic", "workload.steps=2"]
+    asked += ["workload.untimed_steps=1", "workload.sequence=16", "tracking=disabled", f"hydra.run.dir={tmp_path}/run"]
+    done = scaling_lab(*asked, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = {line.partition("  ")[0]: line.split("  ")[-1].strip() for line in done.stdout.splitlines()}
+    assert lines["devices"] == "1 real: cpu"
+    assert lines["compile time"] == "- (eager: nothing was compiled)"
 
 
 def test_hydra_flags_work(tmp_path):

@@ -108,7 +108,7 @@ COLUMNS = (
     Column("step", lambda result, found, agreement: seconds(found["step_time_s"])),
     Column("MFU", lambda result, found, agreement: percent(found["mfu"])),
     Column("memory/device", lambda result, found, agreement: size(found["memory_bytes_per_device"])),
-    Column("compile", lambda result, found, agreement: seconds(found["compile_s"])),
+    Column("compile", lambda result, found, agreement: "none" if found["compile_s"] == 0 else seconds(found["compile_s"])),
 )
 
 
