@@ -101,7 +101,10 @@ class Context:
 
 @dataclass(frozen=True, config=STRICT)
 class Workload:
-    """global_batch: rows per optimizer step; accumulation: microbatches it is split into; seed: of the parameters."""
+    """global_batch: rows per optimizer step; accumulation: microbatches it is split into; seed: of the parameters.
+
+    loss_chunks: parts of a device's sequence whose logits are made and used one after the other, never kept; 1: all at once
+    """
 
     name: Name
     global_batch: Size
@@ -111,6 +114,7 @@ class Workload:
     accumulation: Size
     seed: Count
     remat: Literal["none", "dots", "full"]
+    loss_chunks: Size
     context: Context
     precision: Precision
     optimizer: Optimizer
