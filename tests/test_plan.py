@@ -225,7 +225,10 @@ def test_unknown_memory_refuses_nothing():
         ({"model": "tiny_gpt2"}, "workload.sequence=256 is longer than model.max_sequence=64. Set workload.sequence=64."),
         ({"workload.untimed_steps": 100}, "workload.untimed_steps=100 leaves none of workload.steps=100 to time."),
         ({"workload.steps": 1, "workload.untimed_steps": 1}, "Set workload.untimed_steps=0."),
-        ({"backend.compile": True}, "backend.compile=true is for backend=torch; JAX always compiles the step."),
+        (
+            {"backend.compile": True},
+            "backend.compile=true is for backend=torch; jax has no use for it. Set backend.compile=null.",
+        ),
         ({"backend": "torch", "backend.scan_layers": False}, "backend.scan_layers=false is for backend=jax"),
         ({"workload.optimizer.momentum": 0.9}, "workload.optimizer.momentum=0.9 is for workload.optimizer.name=sgd"),
     ],

@@ -152,7 +152,8 @@ class BackendConfig:
     """processes: how many worker processes a host gets. Keys below it belong to one backend and are null in the other.
 
     scan_layers (jax): one scanned layer body instead of an unrolled stack; partitioner (jax): which of XLA's splits the program
-    compile (torch): torch.compile each layer
+    compile (torch): torch.compile each layer; reshard_after_forward (torch): FSDP frees a gathered layer until its backward pass
+    data_parallel (torch): who sums the gradients of whole weights, `buckets` of the lab's or `ddp`, torch's own wrapper
     attention: `fused` is the lab's or the library's fused kernel, `plain` is softmax written out
     """
 
@@ -162,6 +163,8 @@ class BackendConfig:
     scan_layers: bool | None
     partitioner: Literal["shardy", "gspmd"] | None
     compile: bool | None
+    reshard_after_forward: bool | None
+    data_parallel: Literal["buckets", "ddp"] | None
     environment: dict[str, str]
     xla_flags: tuple[str, ...]
 
