@@ -157,6 +157,8 @@ def remarks(runs: Sequence[Run]) -> list[str]:
             f"same loss: loss and gradient norm of each step against the first run of the same model, workload and data, "
             f"to {TOLERANCE:g} relative."
         )
+    if any(not agreement.is_reference and agreement.dtype != "float32" for agreement in found):
+        lines[-1] += " Where not all is float32, only the largest difference is told."
     for run in runs:
         if run.status != "ok":
             lines.append(f"{run.folder.name} ({run.status}): {run.reason}")
