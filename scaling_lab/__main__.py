@@ -224,7 +224,7 @@ def _hydra(overrides: list[str], job: Callable[[Any], int]) -> int:
             raise
         if not isinstance(error, HydraException | OmegaConfBaseException | ValueError | OSError):
             raise ConfigError(f"Hydra cannot compose {' '.join(overrides)} ({type(error).__name__}: {error}).") from None
-        raise ConfigError(explain(str(error))) from None
+        raise ConfigError(explain(str(error), overrides)) from None
     if errors:
         raise errors[0]
     return max(codes, default=EXIT_DONE)

@@ -20,6 +20,7 @@ from scaling_lab.plan.plan import Plan, make_plan
 from scaling_lab.predict.peak import device_peak
 from scaling_lab.report import console as shown
 from scaling_lab.report import tables
+from scaling_lab.report.runs import load_results
 from scaling_lab.results.environment import environment
 from scaling_lab.results.folder import RunFolder
 from scaling_lab.results.metrics import Scale
@@ -135,7 +136,7 @@ def draw(config: Mapping[str, Any]) -> int:
 
 def show(paths: Sequence[Path]) -> int:
     """The tables of finished runs, one after the other; where there are several, as in a sweep, then all in one."""
-    runs = tables.load_results(paths)
+    runs = load_results(paths)
     for one in runs:
         if one.result is None:
             raise LabError(f"{one.folder}: {one.reason}")
@@ -147,7 +148,7 @@ def show(paths: Sequence[Path]) -> int:
 
 def report(paths: Sequence[Path]) -> int:
     """Runs and sweeps side by side."""
-    shown.show_table(shown.open_console(), tables.load_results(paths))
+    shown.show_table(shown.open_console(), load_results(paths))
     return EXIT_DONE
 
 
@@ -155,7 +156,7 @@ def end_sweep(folder: Path) -> int:
     """The table of a sweep, on the console and in its folder. Infeasible jobs alone are no failure."""
     if not folder.is_dir():
         return EXIT_FAILED
-    runs = tables.load_results([folder])
+    runs = load_results([folder])
     tables.write_sweep(folder, runs)
     shown.show_table(shown.open_console(), runs)
     return EXIT_FAILED if any(run.status not in ("ok", "infeasible") for run in runs) else EXIT_DONE

@@ -5,7 +5,6 @@ Owns the path that Hydra is told, and the message for a preset where values are 
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -16,12 +15,10 @@ import yaml
 
 from scaling_lab.config import valid_keys
 from scaling_lab.errors import ConfigError
+from scaling_lab.explain import as_override
 from scaling_lab.plan.rules import nearest
 
 PATH_FLAGS, NAME_FLAGS = ("--config-path", "-cp"), ("--config-name", "-cn")
-
-#: Text that the command line gives as it is.
-BARE = re.compile(r"[A-Za-z_][\w./-]*")
 
 
 def with_absolute_path(arguments: Sequence[str]) -> list[str]:
@@ -89,7 +86,7 @@ def _advice(group: str, choice: str, values: dict[str, Any], presets: Path) -> s
         return f"Set its keys one by one, such as {group}.{next(iter(values))}=VALUE{hint}."
     wanted, present = _leaves(group, yaml.safe_load(preset.read_text())), _leaves(group, values)
     changed = [
-        f"{'' if key in present else '+'}{key}={_text(value)}"
+        f"{'' if key in present else '+'}{key}={as_override(value)}"
         for key, value in wanted.items()
         if key not in present or present[key] != value
     ]
@@ -104,12 +101,3 @@ def _leaves(key: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {key: value}
     return {name: leaf for inner, below in value.items() for name, leaf in _leaves(f"{key}.{inner}", below).items()}
-
-
-def _text(value: Any) -> str:
-    """A value as Hydra's command line reads it."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_text, value))}]"
-    if isinstance(value, str) and BARE.fullmatch(value) and yaml.safe_load(value) == value:
-        return value
-    return json.dumps(value)

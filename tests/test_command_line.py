@@ -38,6 +38,10 @@ def scaling_lab(*arguments: str, cwd, timeout: float = 120):
         (["run", "hydra.run.dir=/proc/nowhere"], ["/proc/nowhere"]),
         (["draw", "experiment=catalogue"], ["a sweep over sharding=single,", "add -m"]),
         (["draw", "backend.environment=[a]"], ["backend.environment"]),
+        (["draw", "backend.environment={FOO: bar}"], ["Write +backend.environment.FOO=bar"]),
+        (["draw", "backend.environment.FOO=bar"], ["Write +backend.environment.FOO=bar"]),
+        (["draw", "+backend.environment.FOO=1"], ["must be a valid string", """write '+backend.environment.FOO="1"'"""]),
+        (["draw", "backend.xla_flags=[--xla_x=1]"], ["needs quotes", """Write 'backend.xla_flags=["--xla_x=1"]'"""]),
         (["draw", "data=text"], ["data.path is missing", "set data.path=PATH"]),
         (["draw", "data.path=here"], ["data.source=stdlib has no use for it", "or choose data=text"]),
         (["draw", "data=text", "data.path=gone.txt"], ["gone.txt: no such file or folder"]),
@@ -55,6 +59,15 @@ def test_a_wrong_request_is_one_message_and_exit_code_2(tmp_path, arguments, wor
         assert word in done.stderr
     assert done.stderr.count("scaling-lab:") == 1
     assert list(tmp_path.iterdir()) == [], "a wrong request that starts nothing leaves nothing behind"
+
+
+def test_the_ways_of_writing_variables_and_flags_that_messages_and_readme_show_are_understood(tmp_path):
+    asked = ['+backend.environment.OMP_NUM_THREADS="2"', "+backend.environment.FOO=bar", 'backend.xla_flags=["--xla_x=1"]']
+    done = scaling_lab("draw", *asked, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert asked[0] in readme
+    assert """'backend.xla_flags=["--xla_""" in readme
 
 
 def test_an_infeasible_request_exits_2_and_names_both_numbers_and_the_key(tmp_path):
