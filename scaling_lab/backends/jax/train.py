@@ -17,7 +17,7 @@ import numpy as np
 
 from scaling_lab.backends.contract import Batch, Job, Pending, Session
 from scaling_lab.backends.jax import optimizer, runtime, sharding
-from scaling_lab.backends.jax.loss import cross_entropy_sum, router_loss, router_metrics
+from scaling_lab.backends.jax.loss import router_loss, router_metrics
 from scaling_lab.backends.jax.products import gradient_dtype
 from scaling_lab.backends.jax.sharding import Arrays, Placement
 from scaling_lab.backends.jax.transformer import forward
@@ -44,8 +44,8 @@ def loss_and_gradients(experiment: Experiment, on: Placement) -> Callable[..., t
     dtype = gradient_dtype(experiment.workload.precision)
 
     def share(weights: Arrays, batch: Arrays, tokens: jax.Array, rows: int) -> tuple[jax.Array, Arrays]:
-        logits, reported = apply(weights, **_inputs(batch))
-        loss = cross_entropy_sum(logits, batch["labels"]) / tokens
+        loss_sum, reported = apply(weights, **batch)
+        loss = loss_sum / tokens
         metrics = {"loss": loss, **router_metrics(reported, rows)}
         return loss + router_loss(experiment.model, metrics), metrics
 
@@ -71,10 +71,6 @@ def loss_and_gradients(experiment: Experiment, on: Placement) -> Callable[..., t
         return {**metrics, "valid_tokens": valid}, gradients
 
     return compute
-
-
-def _inputs(batch: Arrays) -> Arrays:
-    return {name: x for name, x in batch.items() if name != "labels"}
 
 
 def train_step(
@@ -189,8 +185,7 @@ class JaxSession:
         apply = forward(self._job.experiment, self._on)
 
         def evaluate(weights, batch):
-            labels, (logits, _) = batch["labels"], apply(weights, **_inputs(batch))
-            return {"loss_sum": cross_entropy_sum(logits, labels), "valid_tokens": (labels >= 0).sum()}
+            return {"loss_sum": apply(weights, **batch)[0], "valid_tokens": (batch["labels"] >= 0).sum()}
 
         return evaluate
 

@@ -18,6 +18,7 @@ from flax import nnx
 
 from scaling_lab.backends.jax import context
 from scaling_lab.backends.jax.latent import LatentAttention
+from scaling_lab.backends.jax.loss import cross_entropy_sum
 from scaling_lab.backends.jax.mlp import Mlp
 from scaling_lab.backends.jax.moe import Moe
 from scaling_lab.backends.jax.norm import Norm, rms_norm
@@ -38,8 +39,9 @@ LOGITS = ("batch", "sequence", "vocab")
 
 
 class Decoder(nnx.Module):
-    """tokens (b, t) -> logits (b, t, v), and by name what the routers report of each row (b,), summed over layers.
+    """tokens (b, t) -> logits (b, t, v), or with labels (b, t) the sum of their cross-entropies, and what routers report.
 
+    The latter by name, of each row (b,), summed over layers; nothing without experts.
     documents, positions (b, t): of packed rows, see `contract.Batch`.
     """
 
@@ -51,16 +53,37 @@ class Decoder(nnx.Module):
         self.final_norm = Norm(experiment, on, "final_norm")
         self.head = Head(on)
 
-    def __call__(self, tokens, documents=None, positions=None):
+    def __call__(self, tokens, labels=None, documents=None, positions=None):
         positions = self.on.positions if positions is None else positions
         x = self.on.constrain(self.embed(tokens, positions), RESIDUAL)  # (b, t, e)
         x, reported = self._through_layers(x, documents, positions)
+        return self.finish(x, labels), reported
+
+    def finish(self, x, labels):
+        """What follows the layers."""
         x = self.on.constrain(self.final_norm(x), INPUT)
+        if labels is None:
+            return self.logits(x)
+        chunks = self.experiment.workload.loss_chunks
+        if chunks == 1:
+            return self.loss(x, labels)
+        # Every chunks-th token makes a chunk, so that a chunk of a split sequence has tokens of each of its parts.
+        parts = [jnp.moveaxis(one.reshape(one.shape[0], -1, chunks, *one.shape[2:]), 2, 0) for one in (x, labels)]
+        add = jax.checkpoint(lambda total, part: (total + self.loss(*part), None), prevent_cse=False)
+        return jax.lax.scan(add, jnp.zeros((), jnp.float32), parts)[0]
+
+    def logits(self, x):
+        """x (b, t, e) -> (b, t, v)."""
         table = self.embed.tokens if self.experiment.model.tied_head else None
-        return self.on.constrain(self.head(x, table), LOGITS), reported  # (b, t, v)
+        return self.on.constrain(self.head(x, table), LOGITS)
+
+    def loss(self, x, labels):
+        """The sum of cross-entropies; in a checkpoint, logits are made again in the backward pass."""
+        return cross_entropy_sum(self.logits(x), labels, self.experiment.model.vocab)
 
     def _through_layers(self, x, documents, positions):
-        experiment, reported = self.experiment, {}
+        experiment = self.experiment
+        reported: dict[str, jax.Array] = {}
         tables = rotary_tables(experiment.model, positions) if experiment.model.positions == "rope" else None
         scanned = bool(experiment.backend.scan_layers)
         layer = rematerialise(lambda layer, x: layer(x, tables, documents), experiment.workload.remat, scanned=scanned)
@@ -169,14 +192,14 @@ def _unstacked(layers: Layer, count: int) -> list[Layer]:
 
 
 def forward(experiment: Experiment, on: Placement) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
-    """A pure function (weights by name, tokens (b, t), documents and positions (b, t) if packed) -> what `Decoder` gives."""
+    """A pure function (weights by name, arrays of a batch by name (b, t)) -> what `Decoder` gives."""
     graph, state = nnx.split(Decoder(experiment, on))
     variables = {variable.get_metadata("parameter"): (path, variable) for path, variable in nnx.to_flat_state(state)}
     assert variables.keys() == on.described.keys(), sorted(variables.keys() ^ on.described.keys())
 
-    def apply(weights: Arrays, tokens: jax.Array, **packed: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def apply(weights: Arrays, **batch: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         filled = [(path, variable.replace(weights[name])) for name, (path, variable) in variables.items()]
-        return nnx.merge(graph, nnx.from_flat_state(filled))(tokens, **packed)
+        return nnx.merge(graph, nnx.from_flat_state(filled))(**batch)
 
     return apply
 
@@ -190,5 +213,5 @@ def logits(experiment: Experiment, weights: Mapping[str, np.ndarray], tokens: np
     devices = jax.devices()[:1]
     plan = make_plan(experiment, Found(devices[0].platform, 1, True, None))
     on = Placement(mesh_of(plan, devices), plan, experiment.workload.precision)
-    computed, _ = jax.jit(forward(experiment, on))(place_values(on, weights), jnp.asarray(tokens, jnp.int32))
-    return np.asarray(computed, np.float32)
+    computed, _ = jax.jit(forward(experiment, on))(place_values(on, weights), tokens=jnp.asarray(tokens, jnp.int32))
+    return np.asarray(computed[..., : experiment.model.vocab], np.float32)
