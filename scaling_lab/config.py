@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -50,6 +50,10 @@ def _fault(fault: dict[str, Any], plain: dict[str, Any]) -> str:
     if fault["type"] == "literal_error":
         allowed = fault["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")
         message = f"not one of the choices{nearest(str(fault['input']), allowed)}"
+    if fault["type"] == "string_pattern_mismatch":
+        message = "a name has letters, digits, and . _ + - after the first of them"
+    if fault["type"] == "string_type" and takes(dict, fault["loc"][:-1]):
+        message += f"; write '+{key}={json.dumps(str(fault['input']))}'"
     if fault["type"] in ("list_type", "tuple_type"):
         message = f"must be a list; write [{fault['input'] or ''}]" if key.startswith("sharding.") else "must be a list"
     return f"{key}={_written(fault['input'])}: {message}"
@@ -62,12 +66,21 @@ def _written(value: Any) -> str:
 
 def valid_keys(parents: Sequence[Any]) -> list[str]:
     """The keys that the config knows below a dotted path; none where the path is unknown or has no fixed keys."""
-    cls: Any = Experiment
-    for part in parents:
-        field = getattr(cls, "__pydantic_fields__", {}).get(part)
-        options = _alternatives(field.annotation) if field else []
-        cls = next((option for option in options if hasattr(option, "__pydantic_fields__")), None)
-    return list(getattr(cls, "__pydantic_fields__", {}))
+    return list(next((found for kind in _kinds(parents) if (found := getattr(kind, "__pydantic_fields__", {}))), ()))
+
+
+def takes(container: type, path: Sequence[Any]) -> bool:
+    """Whether the key at a dotted path takes a `dict` with keys of any name, or a list (`tuple`)."""
+    return any(get_origin(kind) is container for kind in _kinds(path))
+
+
+def _kinds(path: Sequence[Any]) -> list[Any]:
+    """What may stand at a dotted path; nothing where it is unknown."""
+    kinds: list[Any] = [Experiment]
+    for part in path:
+        fields: dict[str, Any] = next((kind.__pydantic_fields__ for kind in kinds if hasattr(kind, "__pydantic_fields__")), {})
+        kinds = _alternatives(fields[part].annotation) if part in fields else []
+    return kinds
 
 
 def _alternatives(annotation: Any) -> list[Any]:

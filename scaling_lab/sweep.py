@@ -1,7 +1,10 @@
-"""Hydra's hook at the start of a sweep: remembers the sweep's folder, whatever launcher runs the jobs. Owns nothing else."""
+"""Hydra's hook at the start of a sweep: gives the sweep a folder of its own, whatever launcher runs the jobs, and remembers it."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,4 +19,29 @@ class SweepHook(Callback):
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         """Called by Hydra in the launching process, before the first job."""
+        asked = config.hydra.sweep.dir
+        if not names(config.hydra.overrides.hydra, "hydra.sweep.dir"):
+            with contextlib.suppress(OSError):  # Hydra meets it again, and its error is shown
+                _move(config, asked)
         folders.append(Path(config.hydra.sweep.dir).absolute())
+
+
+def names(overrides: Iterable[str], key: str) -> bool:
+    """Whether Hydra's command line gives this key a value, by itself or with the group above it."""
+    given = {override.partition("=")[0].lstrip("+") for override in overrides}
+    return bool(given & {key, key.rpartition(".")[0]})
+
+
+def _move(config: Any, asked: str) -> None:
+    """Make the default folder, or `-2`, `-3` and so on where another sweep began in the same second."""
+    for number in itertools.count(1):
+        folder = asked if number == 1 else f"{asked}-{number}"
+        try:
+            Path(folder).mkdir(parents=True)
+        except FileExistsError:
+            continue
+        config.hydra.sweep.dir = folder
+        quoted = folder.replace("'", "\\'")
+        # Each job's config is composed anew, from these overrides.
+        config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{quoted}'")
+        return

@@ -7,15 +7,16 @@ what becomes of a record: it hands each to `tell`.
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from scaling_lab.backends.contract import Batch, Job, Pending, Session
 from scaling_lab.backends.rows import stored_batch
-from scaling_lab.data import Rows, Source
-from scaling_lab.errors import ConfigError, WorkerError
+from scaling_lab.data import Rows, Source, no_validation
+from scaling_lab.errors import WorkerError
 from scaling_lab.plan.layout import Layout
 from scaling_lab.plan.plan import Plan
 
@@ -60,7 +61,10 @@ class Flight:
 
 @dataclass
 class Run:
-    """What the functions of the loop share. cpu_s: processor time of this process when the last step was done."""
+    """What the functions of the loop share.
+
+    cpu_s: processor time of this process when the last step was done; timed_cpu_s: what each timed step took of it
+    """
 
     job: Job
     source: Source
@@ -68,6 +72,7 @@ class Run:
     tell: Tell
     clock: Clock
     cpu_s: float = 0.0
+    timed_cpu_s: list[float] = field(default_factory=list)
 
 
 def run(job: Job, source: Source, open_session: Callable[[Job], Session], tell: Tell, started: float) -> None:
@@ -98,16 +103,13 @@ def run(job: Job, source: Source, open_session: Callable[[Job], Session], tell: 
     tell({"kind": "phase", "phase": "closing"})
     session.close()
     clock.charge("other")
-    tell({"kind": "done", **results, **_layout_record(layouts), **_facts(source, clock)})
+    tell({"kind": "done", **results, **_layout_record(layouts), **_facts(state)})
 
 
 def _check_validation(job: Job, source: Source) -> None:
     every = job.experiment.workload.evaluation.every
-    if every and not source.validation_batches(job.plan.batch.microbatch):
-        raise ConfigError(
-            f"workload.evaluation.every={every}, but data.source={job.experiment.data.source} has no validation split. "
-            f"Set data.validation_fraction above 0, data.validation_path, or workload.evaluation.every=0."
-        )
+    if every and not source.validation_batches(job.experiment.workload.global_batch):
+        raise no_validation(job.experiment.data, every)
 
 
 def _prepare(state: Run) -> None:
@@ -158,7 +160,10 @@ def _finish(state: Run, flight: Flight | None) -> None:
     workload = state.job.experiment.workload
     timed = flight.step > workload.untimed_steps
     step_time_s = state.clock.charge("timed_steps" if timed else "untimed_steps")
-    cpu_s, state.cpu_s = state.cpu_s, time.process_time()
+    before_s, state.cpu_s = state.cpu_s, time.process_time()
+    cpu_time_s = state.cpu_s - before_s
+    if timed:
+        state.timed_cpu_s.append(cpu_time_s)
     tokens = workload.global_batch * workload.sequence
     record = {
         "kind": "step",
@@ -169,7 +174,7 @@ def _finish(state: Run, flight: Flight | None) -> None:
         "timed": timed,
         "tokens": tokens,
         "tokens_seen": tokens * flight.step,
-        "cpu_time_s": state.cpu_s - cpu_s,
+        "cpu_time_s": cpu_time_s,
     }
     state.tell(record if flight.samples is None else {**record, "samples": flight.samples})
     _check_finite({name: result[name] for name in ("loss", "grad_norm")}, flight.step)
@@ -189,14 +194,13 @@ def _check_finite(values: dict[str, float], step: int) -> None:
 
 def _evaluate(state: Run, step: int) -> None:
     """Loss over the validation batches, each token counted once: the sum of their sums over the sum of their counts."""
-    session, source, batch_size = state.session, state.source, state.job.plan.batch.microbatch
+    session, workload = state.session, state.job.experiment.workload
     state.tell({"kind": "phase", "phase": "evaluation"})
     state.clock.charge("other")
-    available = source.validation_batches(batch_size)
-    batches = min(state.job.experiment.workload.evaluation.batches or available, available)
+    available = state.source.validation_batches(workload.global_batch)
+    batches = min(workload.evaluation.batches or available, available)
     loss_sum = tokens = compile_s = 0.0
-    for index in range(batches):
-        batch = _shaped(state.job, source.validation_rows(index, state.job.rows, batch_size), 1)
+    for index, batch in enumerate(_validation(state, batches)):
         if index == 0 and (compile_s := session.prepare_evaluation(batch)):
             state.clock.charge("evaluation")
             state.clock.move(compile_s, "evaluation", "evaluation_compile")
@@ -208,6 +212,19 @@ def _evaluate(state: Run, step: int) -> None:
     state.tell({**record, "time_s": state.clock.charge("evaluation")})
     _check_finite({"validation loss": loss}, step)
     state.tell({"kind": "phase", "phase": "train"})
+
+
+def _validation(state: Run, batches: int) -> Iterator[Batch]:
+    """This process's rows of the first validation batches: global batches, so that accumulation does not change what is read.
+
+    Each comes in the microbatches of a step, since no more fits a device; those past the end of the split are left out.
+    """
+    job, source, microbatch = state.job, state.source, state.job.plan.batch.microbatch
+    global_batch = job.experiment.workload.global_batch
+    for index in range(batches):
+        for first in range(0, min(global_batch, source.num_validation_samples - index * global_batch), microbatch):
+            rows = [first + row for row in job.rows]
+            yield _shaped(job, source.validation_rows(index, rows, global_batch), 1)
 
 
 def _batch(job: Job, source: Source, step: int) -> Batch:
@@ -254,9 +271,11 @@ def _layout_record(layouts: dict[str, Layout]) -> dict[str, Any]:
     return {"layouts": plain, "layouts_equal_plan": True}
 
 
-def _facts(source: Source, clock: Clock) -> dict[str, Any]:
+def _facts(state: Run) -> dict[str, Any]:
+    clock, timed = state.clock, state.timed_cpu_s
     return {
-        "corpus": source.corpus,
+        "corpus": state.source.corpus,
+        "cpu_time_per_step_s": statistics.median(timed) if timed else None,
         "resident_bytes": peak_resident_bytes(),
         "wall_start": clock.started,
         "wall_time_s": clock.charged,

@@ -52,6 +52,7 @@ def done(process: int = 0, total: int = 1_000) -> dict[str, Any]:
         "process": process,
         "bytes_per_device": {"total": total, "parameters": total - 100, "temporaries": 100},
         "resident_bytes": 5_000,
+        "cpu_time_per_step_s": 0.5,
         "compilations": 1,
         "layouts": {"embed.tokens": [["tensor"], ["fsdp"]]},
         "layouts_equal_plan": True,

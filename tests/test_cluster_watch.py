@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -143,7 +144,7 @@ def test_a_process_that_exits_with_code_0_before_it_is_done_has_failed(tmp_path)
 def test_a_process_that_crashes_is_named_with_its_signal_and_where_it_was(tmp_path, backend):
     text = str(Job(tmp_path, {0: {"how": "segv", "step": 2}}, backend=backend).error())
     assert "was killed by SIGSEGV in phase train after step 1" in text
-    assert "in fault" in text, "faulthandler shows the Python stack"
+    assert "in fault" in text.partition("where it was, innermost first")[2], "faulthandler shows the Python stack"
 
 
 def test_the_cause_is_named_and_not_the_process_that_lost_its_connection(tmp_path):
@@ -208,6 +209,19 @@ def test_a_process_without_progress_ends_the_job_and_its_log_shows_where_it_hang
     assert "after step 3 (over cluster.step_limit_s=2)" in str(error)
     assert "in where_it_hangs" in str(error)
     assert error.kind == "stuck"
+
+
+def test_of_a_deep_stack_the_innermost_frames_are_shown_and_the_time_in_fractions_of_a_second(tmp_path):
+    job = Job(
+        tmp_path, {0: {"how": "deep", "step": 4}}, backend="jax", **{"cluster.step_limit_s": 0.4, "workload.steps": 10**7}
+    )
+    error = str(job.error())
+    assert re.search(r"made no progress for 0\.[4-9]\d s|made no progress for [1-9]\.\d\d s", error), error
+    stack = error.partition("where it was, innermost first, from ")[2].splitlines()
+    frames = [line.split()[-1] for line in stack[1:]]
+    assert frames[frames.index("where_it_hangs") :][:3] == ["where_it_hangs", "called_deeply", "called_deeply"]
+    assert frames[0] == "wait"
+    assert len(frames) == 15
 
 
 def test_a_job_that_does_not_reach_its_first_step_in_time_is_ended(tmp_path):

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from experiments import FOUND, experiment
-from finished_runs import PEAK, records, result
+from finished_runs import PEAK, done, records, result
 from rich.console import Console
 
 from scaling_lab.errors import WorkerError
 from scaling_lab.plan.mesh import Mesh
-from scaling_lab.plan.plan import make_plan
+from scaling_lab.plan.plan import Found, make_plan
 from scaling_lab.predict.peak import DevicePeak, MachinePeak
 from scaling_lab.report import units
 from scaling_lab.report.console import open_console, show_plan, show_progress, show_result
@@ -99,6 +99,19 @@ def test_the_bytes_shown_are_the_plans_part_by_part() -> None:
     assert words.endswith(f"= {units.size(plan.bytes_per_device['total'])}, by arithmetic")
 
 
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        # 23.13 MiB of 24 GiB are 0.0941 %
+        (FOUND, "this (cpu): 24.00 GiB a device, 0.0941 % planned, 23.98 GiB left"),
+        (Found("gpu", 8, False, None), "this (gpu): memory unknown"),
+    ],
+)
+def test_the_hardware_is_named_with_the_memory_that_the_plan_leaves(found: Found, words: str) -> None:
+    asked = experiment()
+    assert dict(number_lines(asked, make_plan(asked, found)))["hardware"] == words
+
+
 @pytest.mark.parametrize("model", ["tiny", "gpt2_124m", "llama3_1b"])
 def test_the_flops_shown_multiply_out_for_every_kind_of_model(model: str) -> None:
     asked = experiment(model=model, sharding="fsdp")
@@ -126,8 +139,38 @@ def test_without_a_terminal_progress_is_plain_lines() -> None:
     lines = text.splitlines()
     # step 1 took 5 s: 4,096 / 5 tokens/s; five steps and one evaluation of yet unknown length are left
     assert lines[0] == "step 1/6  loss 5.5000  819 tokens/s  25 s left"
+    # at the median of the six, (0.3 + 0.4) / 2 s, and nothing is left
+    assert lines[-2] == "step 6/6  loss 3.0000  11,703 tokens/s"
     assert lines[-1] == "step 6: validation loss 3.2500 over 16,384 tokens in 500 ms"
     assert len(lines) == 7
+
+
+@pytest.mark.parametrize(
+    ("backend", "keys", "told"),
+    [("jax", {}, True), ("torch", {}, False), ("torch", {"backend.compile": True}, True)],
+)
+def test_without_a_terminal_the_compiler_is_announced_where_there_is_one(backend, keys, told) -> None:
+    file = io.StringIO()
+    progress = show_progress(open_console(file), experiment(backend=backend, **keys), SCALE)
+    for process in (0, 1):
+        for phase in ("startup", "compile", "train"):
+            progress.record({"kind": "phase", "phase": phase, "process": process})
+    assert file.getvalue() == "compiling the train step\n" * told
+
+
+@pytest.mark.parametrize(
+    ("untimed", "words"), [(0, "100, all timed;"), (1, "100, the first untimed;"), (2, "the first 2 untimed;")]
+)
+def test_the_steps_left_out_of_the_time_are_counted_in_words(untimed, words) -> None:
+    asked = experiment(**{"workload.untimed_steps": untimed})
+    assert words in dict(number_lines(asked, make_plan(asked, FOUND)))["steps"]
+
+
+def test_a_job_that_compiled_nothing_says_so_instead_of_a_time() -> None:
+    last = done()
+    eager = [*records()[:-1], {**last, "compilations": None, "time_parts_s": {**last["time_parts_s"], "compile": 0.0}}]
+    text = shown(show_result, result({"backend": "torch"}, records=eager), Path("/runs/x"))
+    assert "- (eager: nothing was compiled)" in text
 
 
 def test_a_long_run_is_told_in_about_ten_lines() -> None:

@@ -6,17 +6,21 @@ import numpy as np
 import pytest
 from experiments import CONF, experiment
 
-from scaling_lab.data import open_source
+from scaling_lab.data import check_request, open_source
 from scaling_lab.errors import ConfigError
 
 ZEN = b"Beautiful is better than ugly."  # 30 bytes, the largest 117 ("u"), then "y" 121
 
 
 def refusal(source: str, vocab=256, sequence=4, **keys) -> str:
-    keys = {f"data.{key}": str(value) if isinstance(value, Path) else value for key, value in keys.items()}
+    keys = data_keys(keys)
     with pytest.raises(ConfigError) as caught:
         open_source(experiment(data=source, **keys).data, vocab, sequence)
     return str(caught.value)
+
+
+def data_keys(keys) -> dict:
+    return {f"data.{key}": str(value) if isinstance(value, Path) else value for key, value in keys.items()}
 
 
 def written(path: Path, content: bytes) -> Path:
@@ -174,3 +178,37 @@ def test_a_file_that_only_ends_in_npy_is_refused(tmp_path):
     path = written(tmp_path / "ids.npy", ZEN)
     assert f"data.path={path}: not a .npy array" in refusal("tokens", path=path, dtype=None)
     assert "not a .npy array" in refusal("tokens", path=written(tmp_path / "empty.npy", b""), dtype=None)
+
+
+@pytest.mark.parametrize(
+    ("source", "keys", "words"),
+    [
+        ("text", {}, "data.path is missing"),
+        ("stdlib", {"path": "x.txt"}, "has no use for it"),
+        ("text", {"path": "/gone"}, "no such file or folder"),
+        ("text", {"path": "unread", "validation_path": "/gone"}, "data.validation_path=/gone"),
+        ("text", {"path": "unread", "tokenizer": "/gone.json"}, "data.tokenizer=/gone.json: no such file"),
+        ("text", {"path": "unread", "validation_path": "unread"}, "must not be trained on"),
+        ("tokens", {"path": "/gone.bin"}, "no such file"),
+        ("tokens", {"path": "unread", "dtype": None}, "set data.dtype=uint16"),
+        ("tokens", {"path": "unread", "pack": True}, "data.document_end is missing"),
+    ],
+)
+def test_what_keys_and_missing_files_show_is_refused_without_reading_any(tmp_path, monkeypatch, source, keys, words):
+    (tmp_path / "unread").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was read"))
+    with pytest.raises(ConfigError) as caught:
+        check_request(experiment(data=source, **data_keys(keys)).data)
+    assert words in str(caught.value)
+
+
+def test_a_right_request_is_not_refused_whatever_the_file_holds(tmp_path):
+    check_request(experiment(data="text", **{"data.path": str(written(tmp_path / "empty.txt", b""))}).data, 50)
+    for preset in ("synthetic", "stdlib", "english"):
+        check_request(experiment(data=preset).data, 50)
+
+
+def test_an_evaluation_without_held_out_data_is_refused_where_nothing_could_be_held_out():
+    with pytest.raises(ConfigError, match=r"workload.evaluation.every=50, but data.source=stdlib has no validation split"):
+        check_request(experiment(**{"data.validation_fraction": 0.0}).data, 50)

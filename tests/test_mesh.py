@@ -1,6 +1,7 @@
 """The mesh: coordinates, hosts, crossing axes, and how `auto` finds its sizes."""
 
 import math
+import re
 
 import pytest
 from experiments import FOUND, experiment
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from scaling_lab.errors import ConfigError, PlanError
 from scaling_lab.plan.experiment import MESH_AXES
+from scaling_lab.plan.hosts import cut
 from scaling_lab.plan.mesh import Mesh
 from scaling_lab.plan.plan import Found, make_plan
 
@@ -138,7 +140,51 @@ def test_devices_per_host_times_hosts_asks_for_devices():
         "= 8 devices, but mesh.hosts=2 x mesh.devices_per_host=3 = 6. Set mesh.devices=8 mesh.devices_per_host=null" in message
     )
     with pytest.raises(PlanError, match=r"mesh\.hosts=1 x mesh\.devices_per_host=4 is 4 devices, but mesh\.devices=8"):
-        make_plan(experiment(**{"mesh.devices": 8, "mesh.devices_per_host": 4}), FOUND)
+        make_plan(experiment(**{"mesh.devices": 8, "mesh.hosts": 1, "mesh.devices_per_host": 4}), FOUND)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "keys", "hosts"),
+    [
+        ("this", {}, 1),
+        ("this", {"devices": 16}, 1),
+        ("this", {"devices": 16, "devices_per_host": 8}, 2),
+        ("this", {"devices_per_host": 4}, 2),  # of the 8 that are found
+        ("this", {"hosts": 4}, 4),
+        ("h100_sxm", {"devices": 4}, 1),
+        ("h100_sxm", {"devices": 12}, 2),  # 12 / 8 rounded up: two hosts of 6
+        ("h100_sxm", {"devices": 16}, 2),
+        ("h100_sxm", {"devices": 16, "hosts": 1}, 1),
+        ("h100_sxm", {"devices": 16, "devices_per_host": 4}, 4),
+        ("tpu_v6e", {"devices": 16}, 1),  # what a host of it has is not known
+    ],
+)
+def test_hosts_left_open_are_those_that_the_devices_fill(hardware, keys, hosts):
+    wide = {"workload.global_batch": 240, "model.embed": 720, "model.kv_heads": 4}
+    asked = experiment(hardware=hardware, **wide, **{f"mesh.{key}": value for key, value in keys.items()})
+    assert make_plan(asked, Found("gpu", 8, False, None)).mesh.hosts == hosts
+
+
+def test_hosts_of_the_hardware_that_would_be_unequal_are_refused_with_more_of_them():
+    asked = {"mesh.devices": 20, "workload.global_batch": 240, "model.embed": 720, "model.kv_heads": 4}
+    with pytest.raises(PlanError) as caught:
+        make_plan(experiment(hardware="h100_sxm", **asked), Found("gpu", 20, False, None))
+    # 20 / 8 rounded up is 3, which does not divide 20; 2 hosts would be of 10
+    assert str(caught.value) == (
+        "mesh.hosts=3 (mesh.hosts=null: 20 devices / hardware.devices_per_host=8) cannot share 20 devices evenly "
+        "(fsdp 10 x tensor 2). Set mesh.hosts=5."
+    )
+    found = make_plan(experiment(hardware="h100_sxm", **asked, **{"mesh.hosts": 5}), Found("gpu", 20, False, None))
+    assert found.mesh.devices_per_host == 4
+
+
+@pytest.mark.parametrize("devices_per_host", [3, 5, 7, 16])
+def test_devices_per_host_that_cut_the_mesh_unevenly_are_refused_with_numbers_that_do_not(devices_per_host):
+    message = refusal(devices_per_host=devices_per_host)
+    assert f"mesh.devices_per_host={devices_per_host} does not cut fsdp 4 x tensor 2 = 8 (innermost last)" in message
+    for near in re.findall(r"Set .*", message)[0].removeprefix("Set ").removesuffix(".").split(" or "):
+        size = int(near.removeprefix("mesh.devices_per_host="))
+        assert found_mesh(devices_per_host=size).devices_per_host == size
 
 
 def test_hosts_that_cannot_share_the_devices_are_refused_with_hosts_that_can():
@@ -162,11 +208,9 @@ def test_hosts_that_cut_an_axis_raggedly_are_refused_with_hosts_that_do_not():
 @given(st.lists(st.integers(1, 4), min_size=6, max_size=6), st.integers(1, 64))
 @settings(max_examples=80, deadline=None)
 def test_an_accepted_cut_gives_every_host_the_same_box_of_the_mesh(shape, hosts):
-    from scaling_lab.plan.auto import _check_hosts
-
-    mesh = Mesh(tuple(zip(MESH_AXES, shape, strict=True)), hosts)
+    mesh = Mesh(tuple(zip(MESH_AXES, shape, strict=True)), 1)
     try:
-        _check_hosts(mesh)
+        mesh = cut(experiment(**{"mesh.hosts": hosts}).mesh, mesh, None)
     except PlanError:
         return
     for host in range(hosts):

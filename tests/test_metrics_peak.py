@@ -66,6 +66,13 @@ def test_a_cpu_device_has_its_share_of_the_machine(cache: Path, measured: Machin
         assert f"({measured.library}) / 8 devices" in found.source
 
 
+def test_one_device_has_the_machines_whole_peak_and_shares_it_with_nobody(cache: Path, measured: MachinePeak) -> None:
+    asked = experiment(mesh="one")
+    found = device_peak(asked, make_plan(asked, FOUND), cache)
+    assert found.flops_per_s_per_device == measured.flops_per_s
+    assert found.source == f"best float32 matrix product on this machine ({measured.library})"
+
+
 def test_an_accelerator_has_its_published_peak_by_compute_dtype(tmp_path: Path) -> None:
     numbers = {"hardware.peak_bf16_tflops": 989.4, "hardware.peak_f32_tflops": None}
     for dtype, expected in (("bfloat16", 989.4e12), ("float32", None)):

@@ -34,7 +34,7 @@ def followed(message, found=ENDLESS, **choices):
         keys = {}
         for sentence in advice:
             options = re.split(r" or ", sentence)
-            key = options[0].split("=")[0]
+            key = (options[pick] if "=" in options[pick] else options[0]).split("=")[0]
             value = options[pick].split("=")[-1]
             keys[key] = None if value == "null" else int(value) if value.isdigit() else value
         plan(found, **{**choices, **keys})
@@ -155,7 +155,10 @@ def test_fewer_key_value_heads_than_tensor_devices_are_refused_and_the_advice_pl
 def test_the_vocabulary_of_gpt2_does_not_divide_and_the_advice_plans():
     choices = {"model": "gpt2_124m", "sharding": "tensor", "mesh.tensor": 4}  # 50257 = 29 x 1733
     message = refusal(**choices)
-    assert "vocab 50257 over 4 (mesh.tensor=4): set model.vocab=50260, or let mesh.tensor divide 50257" in message
+    assert (
+        "vocab 50257 over 4 (mesh.tensor=4): set model.vocab=50260 or model.vocab_multiple=4, or let mesh.tensor divide 50257"
+        in message
+    )
     assert "embed.tokens, activation `logits`" in message
     followed(message, **choices)
 
@@ -222,7 +225,10 @@ def test_unknown_memory_refuses_nothing():
         ({"model": "tiny_gpt2"}, "workload.sequence=256 is longer than model.max_sequence=64. Set workload.sequence=64."),
         ({"workload.untimed_steps": 100}, "workload.untimed_steps=100 leaves none of workload.steps=100 to time."),
         ({"workload.steps": 1, "workload.untimed_steps": 1}, "Set workload.untimed_steps=0."),
-        ({"backend.compile": True}, "backend.compile=true is for backend=torch; JAX always compiles the step."),
+        (
+            {"backend.compile": True},
+            "backend.compile=true is for backend=torch; jax has no use for it. Set backend.compile=null.",
+        ),
         ({"backend": "torch", "backend.scan_layers": False}, "backend.scan_layers=false is for backend=jax"),
         ({"workload.optimizer.momentum": 0.9}, "workload.optimizer.momentum=0.9 is for workload.optimizer.name=sgd"),
     ],
@@ -317,3 +323,14 @@ def test_the_gathered_layer_is_the_larger_one_of_two_stacks():
     small, large = (plan(**changes, **{"model.mlp": mlp}).bytes_per_device["gathered"] for mlp in (64, 4096))
     # A dense layer of 3 x 128 x 4096 exceeds one with 4 experts of 3 x 128 x 192 by 786,432 elements; the router is 512 more.
     assert large - small == 4 * (3 * 128 * (4096 - 4 * 192) - 128 * 4)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../up", 'x"y', "$HOME", " "])
+def test_a_name_that_could_not_be_a_folders_is_a_wrong_request(name):
+    message = refusal(ConfigError, **{"sharding.name": name})
+    assert "sharding.name=" in message
+    assert "a name has letters, digits, and . _ + -" in message
+
+
+def test_a_torch_process_for_several_devices_is_refused_while_planning():
+    assert "Set backend.processes=per_device." in refusal(ConfigError, backend="torch", **{"backend.processes": "per_host"})

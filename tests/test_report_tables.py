@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from finished_runs import environment, records, result, run_folder
@@ -14,7 +17,8 @@ from rich.console import Console
 from scaling_lab.errors import ConfigError, PlanError, WorkerError
 from scaling_lab.report.agreement import agreements
 from scaling_lab.report.console import open_console, show_table
-from scaling_lab.report.tables import COLUMNS, Run, caption, cells, load_results, markdown, remarks, write_sweep
+from scaling_lab.report.runs import Run, load_results
+from scaling_lab.report.tables import caption, cells, columns, csv_text, markdown, remarks, write_sweep
 
 LOSSES = (5.5, 5.0, 4.5, 4.0, 3.5, 3.0)
 
@@ -23,8 +27,12 @@ def run(name: str, found: dict | None, problem: str = "") -> Run:
     return Run(Path(f"/sweep/{name}"), found, problem)
 
 
+def titles(runs: list[Run]) -> list[str]:
+    return [column.title for column in columns(runs)]
+
+
 def column(runs: list[Run], title: str) -> list[str]:
-    place = [column.title for column in COLUMNS].index(title)
+    place = titles(runs).index(title)
     return [row[place] for row in cells(runs)]
 
 
@@ -40,7 +48,7 @@ def test_losses_equal_to_rounding_are_said_to_be_equal() -> None:
 
 def test_losses_that_drift_later_are_equal_for_as_long_as_they_are() -> None:
     other = result({"sharding": "data"}, records=records((5.5, 5.0, 4.5, 4.0, 3.5 * (1 + 1e-4), 3.0)))
-    assert same_loss(result(), other) == ["reference", "yes, 4 of 6 steps"]
+    assert same_loss(result(), other) == ["reference", "first 4 of 6 steps"]
 
 
 def test_losses_that_differ_from_the_start_are_said_to_differ_and_by_how_much() -> None:
@@ -63,12 +71,39 @@ def test_runs_of_different_tasks_are_not_compared(key: str) -> None:
 
 def test_runs_that_must_learn_the_same_are_compared() -> None:
     free = [{"workload.accumulation": 2}, {"workload.remat": "full"}, {"workload.untimed_steps": 1}, {"mesh.hosts": 2}]
-    assert same_loss(result(), *map(result, free)) == ["reference", *["yes, all 6 steps"] * 4]
+    free.append({"workload.context": {"strategy": "ring", "zigzag": False}})
+    assert same_loss(result(), *map(result, free)) == ["reference", *["yes, all 6 steps"] * 5]
 
 
 def test_corpora_that_differ_are_not_compared() -> None:
     told = [{**record, "corpus": {"sha256": "other"}} if record["kind"] == "done" else record for record in records()]
     assert same_loss(result(), result(records=told)) == ["reference", "reference"]
+
+
+def test_results_of_a_lab_that_knew_fewer_keys_are_compared() -> None:
+    old = result()
+    for group, key in (("data", "pack"), ("data", "document_end"), ("workload", "context"), ("model", "rope_scaling")):
+        del old["experiment"][group][key]
+    told = [{**r, "corpus": {**r["corpus"], "documents": 7}} if r["kind"] == "done" else r for r in records()]
+    assert same_loss(old, result({"sharding": "data"}, records=told)) == ["reference", "yes, all 6 steps"]
+
+
+def test_a_held_out_corpus_that_differs_is_not_compared() -> None:
+    told = [
+        {**r, "corpus": {**r["corpus"], "validation": {"sha256": "other"}}} if r["kind"] == "done" else r for r in records()
+    ]
+    assert same_loss(result(), result(records=told)) == ["reference", "reference"]
+
+
+@pytest.mark.parametrize("key", ["compute", "params", "reduce"])
+def test_losses_of_narrow_dtypes_are_not_judged_but_their_distance_is_told(key: str) -> None:
+    narrow = {f"workload.precision.{key}": "bfloat16"}
+    apart = records((5.5 * (1 + 2.1e-4), *LOSSES[1:]))
+    told = [result(narrow), result({**narrow, "sharding": "data"}, records=apart), result({**narrow, "backend": "torch"})]
+    assert same_loss(*told) == ["reference", "bfloat16: up to 2.1e-04 apart", "bfloat16: equal"]
+    (line,) = remarks([run(str(index), found) for index, found in enumerate(told)])
+    assert line.endswith("Where not all is float32, only the largest difference is told.")
+    assert "float32" not in remarks([run("0", result()), run("1", result({"sharding": "data"}))])[0]
 
 
 def test_the_reference_is_the_first_run_that_is_ok() -> None:
@@ -85,7 +120,8 @@ def test_a_loss_that_is_no_number_agrees_with_nothing() -> None:
 
 
 def test_a_row_has_the_numbers_of_its_run() -> None:
-    (row,) = cells([run("0", result())])
+    alone = [run("0", result())]
+    (row,) = cells(alone)
     expected = {
         "backend": "jax",
         "table": "fsdp_tensor",
@@ -101,7 +137,7 @@ def test_a_row_has_the_numbers_of_its_run() -> None:
         "memory/device": "1000 B",
         "compile": "4 s",
     }
-    assert dict(zip([column.title for column in COLUMNS], row, strict=True)) == expected
+    assert dict(zip(titles(alone), row, strict=True)) == expected
 
 
 def test_the_caption_says_that_devices_are_simulated_only_where_they_are() -> None:
@@ -126,9 +162,10 @@ def test_what_failed_is_infeasible_or_missing_is_in_the_table_with_its_reason() 
 
 def test_on_a_console_that_is_a_file_the_table_is_whole_and_plain() -> None:
     file = io.StringIO()
-    show_table(open_console(file), [run("0", result()), run("1", result({"sharding": "data", "backend": "torch"}))])
+    both = [run("0", result()), run("1", result({"sharding": "data", "backend": "torch"}))]
+    show_table(open_console(file), both)
     lines = file.getvalue().splitlines()
-    assert all(column.title in lines[2] for column in COLUMNS)
+    assert all(title in lines[2] for title in titles(both))
     assert lines[4].startswith("torch")
     assert "yes, all 6 steps" in lines[4]
     assert "\x1b" not in file.getvalue()
@@ -165,11 +202,137 @@ def test_a_run_without_a_result_is_listed_and_an_unreadable_one_too(tmp_path: Pa
     assert "not a result of this lab" in runs[2].reason
 
 
+def test_folders_that_vanish_while_they_are_looked_for_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("0-jax", "1-gone", "2-jax"):
+        run_folder(tmp_path / name)
+    read, scan = Path.read_text, os.scandir
+
+    def vanishing_read(path: Path, *arguments: str) -> str:
+        if path.parent.name == "1-gone":
+            shutil.rmtree(path.parent, ignore_errors=True)
+        return read(path, *arguments)
+
+    def vanishing_scan(path: str) -> Any:
+        if str(path).endswith("2-jax"):
+            raise FileNotFoundError(2, "No such file or directory", path)
+        return scan(path)
+
+    monkeypatch.setattr(Path, "read_text", vanishing_read)
+    monkeypatch.setattr(os, "scandir", vanishing_scan)
+    assert [found.folder.name for found in load_results([tmp_path])] == ["0-jax"]
+
+
+def test_a_folder_that_may_not_be_read_is_listed_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("0-jax", "1-locked"):
+        run_folder(tmp_path / name)
+    scan = os.scandir
+
+    def locked(path: str) -> Any:  # tests may run as root, whom no permission stops
+        if str(path).endswith("1-locked"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    runs = load_results([tmp_path])
+    assert [(found.folder.name, found.status) for found in runs] == [("0-jax", "ok"), ("1-locked", "no result")]
+    assert remarks(runs) == ["1-locked (no result): the folder cannot be read: Permission denied"]
+
+
 def test_a_path_that_is_wrong_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no such path: .*nowhere"):
         load_results([tmp_path / "nowhere"])
     with pytest.raises(ConfigError, match="no run under"):
         load_results([tmp_path])
+
+
+def sweep_of(key: str, *values: object) -> list[Run]:
+    return [run(f"{place}-jax", result({key: value})) for place, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "shown"),
+    [
+        ("workload.accumulation", (1, 2, 4), ["1", "2", "4"]),
+        ("workload.optimizer.lr", (1e-3, 1e-8), ["0.001", "1e-08"]),
+        ("workload.optimizer.clip", (None, 1.0), ["-", "1.0"]),
+        ("backend.attention", ("fused", "plain"), ["fused", "plain"]),
+        ("mesh.hosts", (None, 2), ["-", "2"]),
+        ("data.ragged", (False, True), ["false", "true"]),
+        ("sharding.activations.residual_sequence", ([], ["tensor"]), ["[]", "[tensor]"]),
+        ("model.layers", (4, 2), ["4", "2"]),
+    ],
+)
+def test_what_was_swept_has_a_column(key: str, values: tuple[object, ...], shown: list[str]) -> None:
+    runs = sweep_of(key, *values)
+    assert titles(runs)[:5] == ["backend", "table", "mesh", key, "status"]
+    assert column(runs, key) == shown
+    assert f"| {key} |" in markdown(runs)
+    rows = list(csv.DictReader(csv_text(runs, Path("/sweep")).splitlines()))
+    assert [row[key] for row in rows] == ["" if text == "-" else text for text in shown]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [{"backend": "torch"}, {"sharding": "zero2"}, {"mesh.devices": 4}, {"sharding": "fsdp", "mesh.fsdp": 4, "mesh.data": 2}],
+)
+def test_what_follows_from_the_backend_the_table_or_the_mesh_has_no_column_of_its_own(choices: dict[str, Any]) -> None:
+    runs = [run("0", result()), run("1", result(choices))]
+    assert titles(runs)[:4] == ["backend", "table", "mesh", "status"]
+
+
+def test_models_are_told_apart_by_their_name_and_not_by_each_of_their_sizes() -> None:
+    other = result({"model": "tiny_gpt2", "workload.sequence": 64})
+    runs = [run("0", result({"workload.sequence": 64})), run("1", other)]
+    assert titles(runs)[:5] == ["backend", "table", "mesh", "model.name", "status"]
+
+
+def test_a_row_changed_under_the_same_name_of_a_table_is_shown_all_the_same() -> None:
+    changed = result({"sharding.activations.residual_sequence": ["tensor"]})
+    runs = [run("0", result({"sharding": "data"})), run("1", result()), run("2", changed)]
+    assert column(runs, "sharding.activations.residual_sequence") == ["[]", "[]", "[tensor]"]
+
+
+def test_a_key_that_an_older_lab_did_not_know_is_no_difference_where_it_is_off() -> None:
+    old = result()
+    del old["experiment"]["data"]["pack"]
+    assert "data.pack" not in titles([run("0", old), run("1", result({"sharding": "data"}))])
+    assert column([run("0", old), run("1", result({"data.pack": True}))], "data.pack") == ["-", "true"]
+
+
+def test_on_the_console_four_keys_have_columns_and_the_others_are_named() -> None:
+    keys = ("workload.seed", "workload.remat", "workload.accumulation", "data.seed", "data.shuffle", "backend.attention")
+    other = result(dict(zip(keys, (1, "full", 2, 1, False, "plain"), strict=True)))
+    runs = [run("0", result()), run("1", other)]
+    assert [title for title in titles(runs) if "." in title and title != "val. loss"] == [
+        "workload.accumulation",
+        "workload.seed",
+        "workload.remat",
+        "data.seed",
+    ]
+    assert "These keys differ too: data.shuffle, backend.attention." in remarks(runs)
+    assert csv_text(runs, Path("/sweep")).splitlines()[0].count("data.shuffle,backend.attention,") == 1
+
+
+def test_runs_that_look_alike_or_lie_in_several_folders_are_named() -> None:
+    alike = [run("0-jax", result()), run("1-jax", result())]
+    assert column(alike, "run") == ["0-jax", "1-jax"]
+    apart = [run("0-jax", result()), Run(Path("/sweep/deep/er/0-jax"), result({"sharding": "data"}))]
+    assert column(apart, "run") == ["0-jax", "deep/er/0-jax"]
+    failed = Run(Path("/sweep/deep/er/1-jax"), None, "it has not ended")
+    assert column([*apart, failed], "run")[2] == "deep/er/1-jax"
+    assert remarks([*apart, failed])[-1] == "deep/er/1-jax (no result): it has not ended"
+    assert "run" not in titles([run("0-jax", result()), run("1-torch", result({"backend": "torch"}))])
+
+
+def test_a_table_wider_than_plain_lines_usually_are_is_still_whole() -> None:
+    keys = {"workload.optimizer.warmup_steps": 3, "workload.optimizer.schedule": "linear", "workload.optimizer.b2": 0.5}
+    file = io.StringIO()
+    show_table(open_console(file), [run("0", result()), Run(Path("/sweep/a/b/c"), result({**keys, "data.seed": 1}))])
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 5
+    assert len(lines[2]) > 200
+    assert all(key in lines[2] for key in keys)
+    assert "…" not in file.getvalue()
 
 
 def test_a_sweep_is_written_with_every_metric_at_full_precision(tmp_path: Path) -> None:

@@ -89,6 +89,12 @@ def test_memory_is_that_of_the_fullest_process_and_nothing_is_counted_twice() ->
     assert measured["resident_bytes"] == 10_000
 
 
+def test_processor_time_is_that_of_all_processes_together() -> None:
+    told = [*records(), done(0), {**done(1), "cpu_time_per_step_s": 0.25}]
+    assert result(records=told)["measured"]["cpu_time_per_step_s"] == 0.75
+    assert result(records=records()[:-1])["measured"]["cpu_time_per_step_s"] is None, "process 0 alone is not the job"
+
+
 def test_parts_of_the_memory_are_kept_where_its_peak_is_unknown() -> None:
     told = [{**done(process), "bytes_per_device": {"total": None, "parameters": 10 + process}} for process in range(2)]
     assert result(records=told)["measured"]["bytes_per_device"] == {"total": None, "parameters": 11}

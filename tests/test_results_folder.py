@@ -79,7 +79,7 @@ def test_a_result_is_written_once_whole_and_as_strict_json(tmp_path: Path) -> No
     assert json.loads((tmp_path / "result.json").read_text()) == result()
     with pytest.raises(LabError, match="written once"):
         folder.write_result(result())
-    assert sorted(os.listdir(tmp_path)) == ["result.json"]
+    assert sorted(os.listdir(tmp_path)) == ["records.jsonl", "result.json"]
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_partial_one(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from scaling_lab.errors import ConfigError, PlanError
 from scaling_lab.models import decoder
 from scaling_lab.plan.layout import Layout
 from scaling_lab.plan.plan import make_plan
-from scaling_lab.plan.roles import role_of, roles
+from scaling_lab.plan.roles import REPEATED, role_of, roles
 from scaling_lab.plan.rules import rules_from
 
 TABLES = sorted(path.stem for path in (CONF / "sharding").glob("*.yaml"))
@@ -192,6 +192,11 @@ def test_what_experts_cannot_do_is_refused_with_what_they_can(changes, words):
     assert words in refusal("fsdp_expert", error=PlanError, model="tiny_moe", **{"mesh.expert": 2, "mesh.fsdp": 1, **changes})
 
 
+def test_a_row_that_the_model_does_not_use_gives_an_axis_no_work():
+    message = refusal("single", error=PlanError, **{"sharding.activations.expert_batch": ["data"], "mesh.data": 2})
+    assert "mesh.data=2: the sharding table gives this axis no work" in message
+
+
 def test_every_shipped_table_is_read_above():
     assert TABLES == [
         "context",
@@ -228,6 +233,16 @@ def test_roles_of_one_parameter_differ_from_those_of_another():
     found = {p.name: {axis: r[0] for axis, r in roles((p,), table, mesh).items()} for p in decoder.parameters(asked.model)}
     assert found["layers.mlp.up"] == {"fsdp": "fsdp", "tensor": "tensor parallel"}
     assert found["final_norm.scale"] == {"fsdp": "fsdp", "tensor": "repeated"}
+
+
+def test_roles_come_in_one_order_whatever_parameter_a_model_begins_with():
+    asked = experiment(sharding="fsdp_tensor")
+    table = rules_from(asked.sharding, asked.mesh.order)
+    mesh = make_plan(asked, FOUND).mesh
+    parameters = decoder.parameters(asked.model)
+    turned = roles(tuple(reversed(parameters)), table, mesh)
+    assert turned == roles(parameters, table, mesh)
+    assert turned["tensor"][-1] == REPEATED
 
 
 def test_keys_and_values_may_stay_whole_where_the_queries_heads_are_split():

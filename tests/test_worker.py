@@ -113,6 +113,15 @@ def test_a_step_record_counts_tokens_by_the_global_batch_and_valid_ones_apart():
     assert all(s["loss"] == 2.0 and s["lr"] == 0.5 and s["cpu_time_s"] >= 0 for s in steps)
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_every_process_tells_its_own_processor_time_of_a_timed_step(process):
+    job = job_of(process, backend="torch", **{"mesh.devices": 4})
+    records = run(job, Session(job))
+    timed = [s["cpu_time_s"] for s in of_kind(records, "step") if s["timed"]]
+    assert len(timed) == 3
+    assert records[-1]["cpu_time_per_step_s"] == sorted(timed)[1]
+
+
 def test_validation_loss_weighs_every_token_alike():
     job = job_of(**{"data.ragged": True, "workload.evaluation": {"every": 4, "batches": 3}})
     session = Session(job)
@@ -122,6 +131,26 @@ def test_validation_loss_weighs_every_token_alike():
     assert record["loss"] == pytest.approx(labels[labels >= 0].mean())
     means = [batch.labels[batch.labels >= 0].mean() for batch in session.evaluated]
     assert record["loss"] != pytest.approx(np.mean(means)), "rows of equal length would hide a mean of means"
+
+
+@pytest.mark.parametrize("batches", [1, 2, None])
+def test_the_same_rows_are_held_out_for_every_accumulation(tmp_path, batches):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(1, 101)) * 2)
+    # Tokens 150 to 199 hold 49 labels in 7 rows of 8, the last one short: a batch of 4 rows, and one of 3.
+    keys = {"data.source": "text", "data.path": str(path), "data.validation_fraction": 0.25}
+    keys |= {"workload.evaluation": {"every": 4, "batches": batches}, "workload.steps": 2, "workload.untimed_steps": 0}
+    told = {}
+    for accumulation in (1, 2, 4):
+        session = Session(job := job_of(**keys, **{"workload.accumulation": accumulation}))
+        [record] = of_kind(run(job, session), "evaluation")
+        read = np.concatenate([batch.tokens.reshape(-1, 8) for batch in session.evaluated])
+        held = read[(read != 0).any(axis=1)]
+        told[accumulation] = (record["tokens"], record["loss"], record["batches"], held.tolist())
+        assert all(batch.tokens.shape == (1, 4 // accumulation, 8) for batch in session.evaluated)
+        assert all((batch.labels >= 0).any() for batch in session.evaluated), "nothing past the end is computed"
+    assert told[1] == told[2] == told[4]
+    assert told[1][0] == (32 if batches == 1 else 49)
 
 
 def test_validation_covers_the_whole_split_where_no_number_of_batches_is_given(tmp_path):

@@ -19,6 +19,9 @@ _CONSEQUENCE = re.compile(
     r"|pair closure|remote process exited|communicator was aborted|coordination service|heartbeat timeout",
     re.IGNORECASE,
 )
+#: How faulthandler begins the stack of the thread that matters, and what may follow: frames, other threads, loaded modules.
+_STACK = re.compile(r"(Stack|Current thread 0x\w+.*) \(most recent call first\):")
+_OF_STACK = re.compile(r'  File "|  \.\.\.|Thread 0x\w+.* \(most recent call first\):|Extension modules: |$')
 _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
@@ -75,17 +78,40 @@ def error_from(failure: Failure) -> WorkerError:
     """One message: who, how, the last lines of the log where they can help, and where the log is."""
     if failure.explained:
         return WorkerError(f"{failure.what}\n({failure.who}; log: {failure.log})", failure.kind)
-    lines = tail(failure.log)
-    shown = f"the last lines of {failure.log}:\n{lines}" if lines else f"its log {failure.log} is empty"
+    if stack := innermost(failure.log):
+        shown = f"where it was, innermost first, from {failure.log}:\n{stack}"
+    elif lines := tail(failure.log):
+        shown = f"the last lines of {failure.log}:\n{lines}"
+    else:
+        shown = f"its log {failure.log} is empty"
     return WorkerError(f"{failure.who} {failure.what}; {shown}", failure.kind)
 
 
 def tail(log: Path) -> str:
     """The last lines of a log, indented."""
+    return _indented(_end(log)[-TAIL_LINES:])
+
+
+def innermost(log: Path) -> str:
+    """The first lines of the stack that a log ends with, indented; empty where it ends otherwise.
+
+    faulthandler writes the innermost frame first, so that the last lines of it say only how the process was started.
+    """
+    lines = _end(log)
+    begins = [place for place, line in enumerate(lines) if _STACK.match(line)]
+    if not begins or not all(_OF_STACK.match(line) for line in lines[begins[-1] + 1 :]):
+        return ""
+    return _indented(lines[begins[-1] + 1 :][:TAIL_LINES])
+
+
+def _end(log: Path) -> list[str]:
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+            return file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
-        return ""
-    return "\n".join(f"  {line}" for line in text.splitlines()[-TAIL_LINES:])
+        return []
+
+
+def _indented(lines: list[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)

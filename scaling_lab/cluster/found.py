@@ -119,7 +119,8 @@ def _mesh(experiment: Experiment, found: int) -> Mesh | None:
     if sorted(experiment.mesh.order) != sorted(MESH_AXES):
         return None
     try:
-        return auto.resolve(experiment.mesh, rules_from(experiment.sharding, experiment.mesh.order), found)
+        rules = rules_from(experiment.sharding, experiment.mesh.order)
+        return auto.resolve(experiment.mesh, rules, found, experiment.hardware.devices_per_host)
     except LabError:
         return None
 

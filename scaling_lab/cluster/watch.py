@@ -213,10 +213,10 @@ def _stuck(state: Watch, now: float) -> Failure | None:
         return None
     blamed = min(working, key=lambda rank: (now - rank.heard < SILENT_S, rank.step, rank.progress))
     if now - blamed.heard >= SILENT_S:
-        what = f"has been silent for {now - blamed.heard:.0f} s, it is stopped or its host is"
+        what = f"has been silent for {_seconds(now - blamed.heard)}, it is stopped or its host is"
     else:
         _ask_for_stack(blamed)
-        what = f"made no progress for {now - blamed.moved:.0f} s"
+        what = f"made no progress for {_seconds(now - blamed.moved)}"
     return Failure(time.time(), _who(state, blamed), f"{what} {_place(blamed)} ({over[0]})", blamed.log, "stuck")
 
 
@@ -233,13 +233,16 @@ def _over_limit(state: Watch, rank: Rank, now: float) -> str | None:
 
 
 def _ask_for_stack(rank: Rank) -> None:
-    """Have a process write to its log where it is, and give it a moment to do so."""
+    """Have a process write to its log where it is, and give it a moment to finish that."""
     if rank.pid:
-        before = rank.log.stat().st_size
+        before = size = rank.log.stat().st_size
         os.kill(rank.pid, signal.SIGUSR1)
         deadline = time.monotonic() + _STACK_S
-        while rank.log.stat().st_size == before and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             time.sleep(_STACK_S / 10)
+            last, size = size, rank.log.stat().st_size
+            if size == last != before:
+                break
 
 
 def _error(state: Watch) -> WorkerError:
@@ -248,7 +251,7 @@ def _error(state: Watch) -> WorkerError:
         now = time.monotonic()
         silent = [r for r in state.ranks.values() if not r.ended and not r.done and now - r.heard >= SILENT_S]
         for rank in silent[:1]:
-            what = f"has been silent for {now - rank.heard:.0f} s {_place(rank)}, and the others gave it up"
+            what = f"has been silent for {_seconds(now - rank.heard)} {_place(rank)}, and the others gave it up"
             return failures.error_from(Failure(0.0, _who(state, rank), what, rank.log, "stuck"))
     error = failures.error_from(failures.cause(state.failures))
     if not any(rank.step for rank in state.ranks.values()) and failures.is_address_in_use(state.failures):
@@ -262,3 +265,8 @@ def _who(state: Watch, rank: Rank) -> str:
 
 def _place(rank: Rank) -> str:
     return f"in phase {rank.phase} after step {rank.step}"
+
+
+def _seconds(value: float) -> str:
+    """Limits may be fractions of a second."""
+    return f"{value:.0f} s" if value >= 10 else f"{value:.2f} s"

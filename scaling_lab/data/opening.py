@@ -1,23 +1,21 @@
-"""From the config to a source: which corpus, where it is split, whether model and workload can use it. Owns these errors."""
+"""From the config to a source: which corpus, where it is split, whether model and workload can use it.
+
+Owns the errors that only reading shows; `requests` has the others.
+"""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from scaling_lab.data.corpus import Corpus
+from scaling_lab.data.requests import check_request
 from scaling_lab.data.source import Source, Split
 from scaling_lab.data.stdlib import english_corpus, stdlib_corpus
 from scaling_lab.data.synthetic import synthetic_corpus
-from scaling_lab.data.text import files_of, text_corpus
+from scaling_lab.data.text import text_corpus
 from scaling_lab.data.token_file import token_corpus
 from scaling_lab.errors import ConfigError
 from scaling_lab.plan.experiment import DataConfig
-
-_KEYS = {
-    "text": ("path", "validation_path", "tokenizer"),
-    "tokens": ("path", "validation_path", "dtype", "document_end"),
-}
 
 
 def open_source(config: DataConfig, vocab: int, sequence: int, cache_folder: Path | None = None) -> Source:
@@ -26,9 +24,7 @@ def open_source(config: DataConfig, vocab: int, sequence: int, cache_folder: Pat
     cache_folder: where built corpora are kept between jobs; None builds them each time. Raises ConfigError for whatever is
     wrong with the keys or the files.
     """
-    _check_keys(config)
-    _check_document_end(config)
-    _check_overlap(config)
+    check_request(config)
     corpus = _corpus(config, "path", vocab, cache_folder)
     held_out = _corpus(config, "validation_path", vocab, cache_folder) if config.validation_path else None
     _check_vocab(corpus, vocab, "path")
@@ -47,33 +43,6 @@ def open_source(config: DataConfig, vocab: int, sequence: int, cache_folder: Pat
     return Source(record, train, validation, sequence, config.seed, config.shuffle, config.ragged)
 
 
-def _check_keys(config: DataConfig) -> None:
-    used = _KEYS.get(config.source, ())
-    if used and config.path is None:
-        raise ConfigError(f"data.path is missing: data.source={config.source} reads files; set data.path=PATH")
-    for key in ("path", "validation_path", "tokenizer", "dtype", "document_end"):
-        if getattr(config, key) is not None and key not in used:
-            able = " or ".join(source for source, keys in _KEYS.items() if key in keys)
-            raise ConfigError(
-                f"data.{key}={getattr(config, key)}: data.source={config.source} has no use for it; "
-                f"set data.{key}=null, or choose data={able}"
-            )
-
-
-def _check_document_end(config: DataConfig) -> None:
-    """Ids on disk do not say where a document ends, and only packing asks."""
-    if config.source == "tokens" and config.pack and config.document_end is None:
-        raise ConfigError(
-            "data.document_end is missing: data.pack=true needs the id that ends a document in data.source=tokens; set "
-            "data.document_end=ID (nanoGPT writes 50256), or data.pack=false"
-        )
-    if config.document_end is not None and not config.pack:
-        raise ConfigError(
-            f"data.document_end={config.document_end}: data.pack=false has no use for it; set data.document_end=null, or "
-            f"data.pack=true"
-        )
-
-
 def _check_documents(corpus: Corpus, config: DataConfig) -> None:
     """A wrong id would pack nothing, and nobody would notice."""
     if config.document_end is not None and corpus.borders and corpus.borders.count == 1:
@@ -81,21 +50,6 @@ def _check_documents(corpus: Corpus, config: DataConfig) -> None:
             f"data.document_end={config.document_end}: data.path={config.path} is one document of {len(corpus.tokens)} tokens, "
             f"since no token but perhaps its last is {config.document_end}; set data.document_end to the id that ends its "
             f"documents, or data.pack=false data.document_end=null"
-        )
-
-
-def _check_overlap(config: DataConfig) -> None:
-    """A folder trained on often holds the held-out file too."""
-    if config.path is None or config.validation_path is None:
-        return
-    train, held_out = (
-        {os.path.realpath(file) for file in files_of(path, key)}
-        for path, key in ((config.path, "data.path"), (config.validation_path, "data.validation_path"))
-    )
-    if both := sorted(train & held_out):
-        raise ConfigError(
-            f"data.path={config.path} and data.validation_path={config.validation_path} share {len(both)} file(s), such as "
-            f"{both[0]}: held-out data must not be trained on; move it, or set data.validation_path=null"
         )
 
 

@@ -27,13 +27,18 @@ def text_corpus(path: str, key: str, tokenizer: str | None, cache_folder: Path |
     Raises ConfigError naming the file that is missing, not UTF-8, or no tokenizer.
     """
     files = files_of(path, key)
-    if tokenizer is not None and not Path(tokenizer).is_file():
-        raise ConfigError(f"data.tokenizer={tokenizer}: no such file; give a tokenizer.json, or null for byte tokens")
+    check_tokenizer(tokenizer)
     states = [state_of(Path(file)) for file in ([tokenizer] if tokenizer else []) + files]
     name = f"text-{signature_of([path, tokenizer])[:16]}"
     return load_or_build(
         cache_folder, name, signature_of(states), lambda: _encoded(files, key, tokenizer) if tokenizer else _bytes(files, key)
     )
+
+
+def check_tokenizer(tokenizer: str | None) -> None:
+    """Raise ConfigError where a tokenizer is asked for and is no file."""
+    if tokenizer is not None and not Path(tokenizer).is_file():
+        raise ConfigError(f"data.tokenizer={tokenizer}: no such file; give a tokenizer.json, or null for byte tokens")
 
 
 def files_of(path: str, key: str) -> list[str]:

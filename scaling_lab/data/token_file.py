@@ -16,6 +16,9 @@ from scaling_lab.data.corpus import Corpus, Facts
 from scaling_lab.data.documents import ListedBorders
 from scaling_lab.errors import ConfigError
 
+#: Files of this ending say themselves what they hold; all others are raw.
+NPY = ".npy"
+
 _CHUNK = 2**22
 
 
@@ -25,10 +28,10 @@ def token_corpus(path: str, key: str, dtype: str | None, document_end: int | Non
     document_end: the id that ends a document; None: where documents begin is unknown. The first time every id is read, for the
     hash, the largest and the documents; these findings are cached by the file's size and time.
     """
-    if not os.path.isfile(path):
-        raise ConfigError(f"{key}={path}: no such file; give an array of token ids, raw (.bin) or .npy")
+    check_token_file(path, key)
+    check_raw_dtype(path, key, dtype)
     try:
-        tokens = _map_npy(path, key, dtype) if path.endswith(".npy") else _map_raw(path, key, dtype)
+        tokens = _map_npy(path, key, dtype) if path.endswith(NPY) else _map_raw(path, key, dtype)
     except OSError as error:
         raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from None
     kind = "facts" if document_end is None else f"documents-{document_end}"
@@ -37,9 +40,20 @@ def token_corpus(path: str, key: str, dtype: str | None, document_end: int | Non
     return Corpus(tokens, found.facts, found.borders)
 
 
-def _map_raw(path: str, key: str, dtype: str | None) -> np.ndarray:
-    if dtype is None:
+def check_token_file(path: str, key: str) -> None:
+    """Raise ConfigError where there is no such file."""
+    if not os.path.isfile(path):
+        raise ConfigError(f"{key}={path}: no such file; give an array of token ids, raw (.bin) or .npy")
+
+
+def check_raw_dtype(path: str, key: str, dtype: str | None) -> None:
+    """Raise ConfigError where nothing says how wide an id is."""
+    if dtype is None and not path.endswith(NPY):
         raise ConfigError(f"{key}={path}: a raw file does not say how wide an id is; set data.dtype=uint16 (nanoGPT) or uint32")
+
+
+def _map_raw(path: str, key: str, dtype: str | None) -> np.ndarray:
+    assert dtype is not None, "checked before"
     size, width = os.path.getsize(path), np.dtype(dtype).itemsize
     if size == 0 or size % width:
         raise ConfigError(f"{key}={path}: {size} bytes are no array of {dtype} ({width} bytes each); check data.dtype")

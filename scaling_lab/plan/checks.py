@@ -19,6 +19,13 @@ from scaling_lab.plan.sizes import ACTIVATIONS
 TENSOR_ROWS = ("heads", "kv_heads", "mlp", "vocab")
 
 
+#: Keys that one backend has, with their usual values; null in the other.
+_BACKEND_KEYS: dict[str, dict[str, bool | str]] = {
+    "jax": {"scan_layers": True, "partitioner": "shardy"},
+    "torch": {"compile": False, "reshard_after_forward": True, "data_parallel": "buckets"},
+}
+
+
 def check_model(experiment: Experiment) -> None:
     """What no mesh can mend: sizes of the model and the workload that contradict each other."""
     faults = list(_model_faults(experiment))
@@ -49,12 +56,19 @@ def _model_faults(experiment: Experiment) -> Iterator[str]:
 def _unused_keys(experiment: Experiment) -> Iterator[str]:
     """Keys that say something to whoever would not listen."""
     backend, optimizer = experiment.backend, experiment.workload.optimizer
-    if backend.name == "torch" and backend.scan_layers is not None:
-        yield f"backend.scan_layers={_yaml(backend.scan_layers)} is for backend=jax; torch does not scan. Set backend.scan_layers=null."
+    if backend.name == "torch" and backend.processes != "per_device":
+        yield f"backend.processes={backend.processes}: a torch process drives one device. Set backend.processes=per_device."
     if backend.name == "torch" and backend.xla_flags:
         yield "backend.xla_flags is for backend=jax; torch has no XLA. Set backend.xla_flags=[]."
-    if backend.name == "jax" and backend.compile is not None:
-        yield f"backend.compile={_yaml(backend.compile)} is for backend=torch; JAX always compiles the step. Set backend.compile=null."
+    for owner, keys in _BACKEND_KEYS.items():
+        for key, usual in keys.items():
+            value = getattr(backend, key)
+            if backend.name == owner and value is None:
+                yield f"backend.{key} is null: {owner} needs it. Set backend.{key}={_yaml(usual)}."
+            if backend.name != owner and value is not None:
+                yield (
+                    f"backend.{key}={_yaml(value)} is for backend={owner}; {backend.name} has no use for it. Set backend.{key}=null."
+                )
     if optimizer.name == "adamw" and optimizer.momentum:
         yield (
             f"workload.optimizer.momentum={optimizer.momentum} is for workload.optimizer.name=sgd; AdamW has "
@@ -62,8 +76,8 @@ def _unused_keys(experiment: Experiment) -> Iterator[str]:
         )
 
 
-def _yaml(value: bool) -> str:
-    return str(value).lower()
+def _yaml(value: bool | str) -> str:
+    return value if isinstance(value, str) else str(value).lower()
 
 
 def _mixture_faults(experiment: Experiment) -> Iterator[str]:

@@ -91,7 +91,7 @@ def activation_bytes(experiment: Experiment, rules: Rules, mesh: Mesh) -> int:
 
     Per layer: the residual stream twice and, by `workload.remat`, `none`: both norms' outputs, queries, keys, values, attention
     output, and the mlp's hidden values (three for a gated one, two else), fused attention keeping no scores; `dots`: outputs of
-    products only; `full`: nothing more. Outside: logits and their gradient in float32. After Korthikanti et al. 2022
+    products only; `full`: nothing more. Outside: logits and their gradient in float32, of one loss chunk. After Korthikanti et al. 2022
     (arXiv 2205.05198), section 4, without dropout and with fused attention. Experts: as if their tokens were spread evenly over
     the devices, each token's input and output once for each of its experts.
     """
@@ -116,7 +116,8 @@ def activation_bytes(experiment: Experiment, rules: Rules, mesh: Mesh) -> int:
         products = attention + (2 if model.activation == "swiglu" else 1) * hidden + sent
         per_layer = {"full": residual, "dots": 2 * residual + products, "none": 2 * residual + 2 * inside + products + hidden}
         size += len(layers) * per_layer[workload.remat]
-    return DTYPE_BYTES[workload.precision.compute] * size + 2 * 4 * local(vocab=model.vocab)
+    logits = 2 * 4 * local(vocab=model.padded_vocab) // workload.loss_chunks
+    return DTYPE_BYTES[workload.precision.compute] * size + logits
 
 
 def _attention_size(model: Model, local: Callable[..., int]) -> int:

@@ -75,3 +75,8 @@ class Mesh:
     def _line_starts(self, block: int, stride: int) -> list[int]:
         """First device of every line of devices along an axis: `block` devices apart, `stride` lines in each."""
         return [base + offset for base in range(0, self.devices, block) for offset in range(stride)]
+
+
+def product(mesh: Mesh) -> str:
+    """The sizes in words: `fsdp 4 x tensor 2`."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.axes if size > 1) or "every axis 1"

@@ -41,7 +41,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan. `bytes_per_device` is arithmetic (see `plan.memory`); `flops_per_token` counts full attention."""
+    """The plan. `bytes_per_device` is arithmetic (see `plan.memory`); `flops_per_token` counts full attention.
+
+    memory_bytes_per_device: what a device has, which the bytes fit; None where unknown
+    """
 
     mesh: Mesh
     rules: Rules
@@ -57,6 +60,7 @@ class Plan:
     devices_per_process: int
     platform: str
     simulated: bool
+    memory_bytes_per_device: int | None = None
 
 
 def make_plan(experiment: Experiment, found: Found) -> Plan:
@@ -65,7 +69,7 @@ def make_plan(experiment: Experiment, found: Found) -> Plan:
     checks.check_model(experiment)
     rules = rules_from(experiment.sharding, experiment.mesh.order)
     parameters = decoder.parameters(experiment.model)
-    mesh = auto.resolve(experiment.mesh, rules, found.devices)
+    mesh = auto.resolve(experiment.mesh, rules, found.devices, experiment.hardware.devices_per_host)
     roles = reading.roles(parameters, rules, mesh)
     checks.check_axes(parameters, rules, mesh, roles)
     faults = [
@@ -111,6 +115,7 @@ def _assemble(
         devices_per_process=mesh.devices_per_host if per_host else 1,
         platform=found.platform,
         simulated=found.simulated,
+        memory_bytes_per_device=found.memory_bytes_per_device,
     )
 
 

@@ -17,6 +17,9 @@ PIPELINE, TENSOR, EXPERT, FSDP, DATA, SEQUENCE, CONTEXT, REPEATED = (
     "repeated",
 )
 
+#: The order in which they are shown, whatever parameter a model begins with.
+ORDER = (PIPELINE, TENSOR, EXPERT, FSDP, DATA, SEQUENCE, CONTEXT, REPEATED)
+
 
 def role_of(axis: str, parameter: Parameter, rules: Rules) -> str:
     """What a mesh axis (larger than 1) does for a parameter: the first reading that matches.
@@ -39,14 +42,15 @@ def _token_role(axis: str, rules: Rules) -> str:
 
     Sequence parallel (Megatron's) where it divides the sequence only between blocks. The gradient is summed in each case.
     """
-    if axis in (*rules.activations["batch"], *rules.activations["expert_batch"]):
+    if axis in rules.activations["batch"]:
         return DATA
     return CONTEXT if axis in rules.activations["sequence"] else SEQUENCE
 
 
 def roles(parameters: tuple[Parameter, ...], rules: Rules, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """For each mesh axis larger than 1, the roles it plays for some parameter, in order of first appearance."""
-    return {axis: tuple(dict.fromkeys(role_of(axis, p, rules) for p in parameters)) for axis in mesh.real_axes}
+    """For each mesh axis larger than 1, the roles it plays for some parameter, in the order of ORDER."""
+    found = {axis: {role_of(axis, p, rules) for p in parameters} for axis in mesh.real_axes}
+    return {axis: tuple(role for role in ORDER if role in played) for axis, played in found.items()}
 
 
 def is_idle(axis_roles: tuple[str, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -80,6 +81,8 @@ def _size(axis: str, activation: str, experiment: Experiment) -> int | None:
         return model.moe.expert_mlp
     if model.moe is not None and axis == "mlp" and not model.moe.dense_layers:
         return model.moe.expert_mlp * model.moe.shared_experts
+    if axis == "vocab":
+        return model.padded_vocab
     return getattr(model, axis) if axis in _MODEL_AXES else None
 
 
@@ -103,6 +106,8 @@ def _fault(undivided: _Undivided, names: tuple[str, ...], experiment: Experiment
     spread = " x ".join(f"mesh.{a}={mesh.size(a)}" for a in split)
     sizes = " or ".join(str(size) for size in _sizes_that_fit(undivided, parts, experiment))
     keys = " x ".join(f"mesh.{a}" for a in split)
+    if axis == "vocab":
+        sizes += f" or model.vocab_multiple={math.lcm(parts, experiment.model.vocab_multiple)}"
     return f"{axis} {size} over {parts} ({spread}): set {undivided.key}={sizes}, or let {keys} divide {size}; in {', '.join(names)}"
 
 

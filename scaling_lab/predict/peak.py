@@ -78,7 +78,8 @@ def device_peak(
         return DevicePeak(dtype, None, None, "unknown: no library could multiply matrices", None)
     sharing = plan.mesh.devices if experiment.cluster.name == "local" else plan.mesh.devices_per_host
     own = machine.libraries.get(experiment.backend.name)
-    source = f"best {dtype} matrix product on this machine ({machine.library}) / {sharing} devices that share it"
+    source = f"best {dtype} matrix product on this machine ({machine.library})"
+    source += f" / {sharing} devices that share it" if sharing > 1 else ""
     return DevicePeak(dtype, machine.flops_per_s / sharing, own and own / sharing, source, machine)
 
 

@@ -19,12 +19,15 @@ from scaling_lab.plan.plan import Plan
 from scaling_lab.report import tables
 from scaling_lab.report.decisions import decisions
 from scaling_lab.report.progress import Progress
+from scaling_lab.report.runs import Run
 from scaling_lab.report.summary import failure_text, summary
-from scaling_lab.report.tables import Run
 from scaling_lab.results.metrics import Result, Scale
 
 #: Columns where the output is no terminal and nobody's window limits them.
 PLAIN_WIDTH = 200
+
+#: Columns that no table needs.
+WIDEST = 2_000
 
 
 class LastingConsole(Console):
@@ -41,6 +44,8 @@ def open_console(file: TextIO | None = None) -> Console:
     file = sys.stdout if file is None else file
     if file is None:  # standard output was closed before the start
         return LastingConsole(quiet=True)
+    if hasattr(file, "reconfigure"):
+        file.reconfigure(errors="replace")  # a name may hold what the terminal's encoding does not
     if file.isatty():
         return LastingConsole(file=file, highlight=False)
     return LastingConsole(file=file, highlight=False, force_terminal=False, no_color=True, color_system=None, width=PLAIN_WIDTH)
@@ -77,7 +82,7 @@ def show_table(console: Console, runs: Sequence[Run]) -> None:
 
 def _wide_enough(console: Console, content: RenderableType) -> Console:
     """On a narrow terminal, whole lines that wrap are read more easily than cells with cut numbers."""
-    natural = Measurement.get(console, console.options.update(width=PLAIN_WIDTH), content).maximum
+    natural = Measurement.get(console, console.options.update(width=WIDEST), content).maximum
     if natural <= console.width:
         return console
     return LastingConsole(file=console.file, width=natural, highlight=False, force_terminal=console.is_terminal)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
@@ -11,7 +13,7 @@ from scaling_lab.models import decoder
 from scaling_lab.plan.experiment import Experiment
 from scaling_lab.plan.plan import Plan
 from scaling_lab.report.drawing import draw_mesh
-from scaling_lab.report.units import count, plural, scaled, size
+from scaling_lab.report.units import count, percent, plural, scaled, size
 
 
 def decisions(experiment: Experiment, plan: Plan) -> Group:
@@ -70,6 +72,7 @@ def number_lines(experiment: Experiment, plan: Plan) -> list[tuple[str, str]]:
     return [
         ("parameters", _parameters(experiment, plan)),
         ("bytes per device", _bytes(plan)),
+        ("hardware", _hardware(experiment, plan)),
         ("batch", _batch(plan)),
         ("tokens per step", f"{workload.global_batch} rows x {workload.sequence} tokens = {count(tokens)}"),
         ("FLOPs per token", _flops(experiment, plan)),
@@ -81,6 +84,9 @@ def number_lines(experiment: Experiment, plan: Plan) -> list[tuple[str, str]]:
 
 def _parameters(experiment: Experiment, plan: Plan) -> str:
     text = f"{count(plan.parameter_count)} ({experiment.workload.precision.params})"
+    padded = sum(math.prod(p.parameter.shape) for p in plan.parameters)
+    if padded > plan.parameter_count:
+        text += f", {count(padded)} with the vocabulary padded to {count(experiment.model.padded_vocab)}"
     if experiment.model.moe is None:
         return text
     return f"{text}, of which a token uses {count(decoder.active_size(experiment.model))}"
@@ -89,6 +95,15 @@ def _parameters(experiment: Experiment, plan: Plan) -> str:
 def _bytes(plan: Plan) -> str:
     parts = [f"{name} {size(value)}" for name, value in plan.bytes_per_device.items() if name != "total" and value]
     return f"{' + '.join(parts)} = {size(plan.bytes_per_device['total'])}, by arithmetic"
+
+
+def _hardware(experiment: Experiment, plan: Plan) -> str:
+    """What it is called, and how much of its memory the plan leaves."""
+    named, memory, planned = experiment.hardware.name, plan.memory_bytes_per_device, plan.bytes_per_device["total"]
+    name = named if named == plan.platform else f"{named} ({plan.platform})"
+    if memory is None:
+        return f"{name}: memory unknown"
+    return f"{name}: {size(memory)} a device, {percent(planned / memory)} planned, {size(memory - planned)} left"
 
 
 def _batch(plan: Plan) -> str:
@@ -115,6 +130,9 @@ def _flops(experiment: Experiment, plan: Plan) -> str:
 def _steps(experiment: Experiment) -> str:
     workload = experiment.workload
     tokens = workload.steps * workload.global_batch * workload.sequence
-    text = f"{count(workload.steps)}, the first {workload.untimed_steps} untimed; {scaled(tokens)} tokens in all"
+    untimed = {0: "all timed", 1: "the first untimed"}.get(
+        workload.untimed_steps, f"the first {workload.untimed_steps} untimed"
+    )
+    text = f"{count(workload.steps)}, {untimed}; {scaled(tokens)} tokens in all"
     every = workload.evaluation.every
     return f"{text}; evaluated every {every} steps and at the end" if every else text

@@ -29,6 +29,7 @@ class Progress:
     def __init__(self, console: Console, experiment: Experiment, scale: Scale):
         self._console = console
         self._workload = experiment.workload
+        self._compiles = experiment.backend.compile is not False  # null is JAX's, which always does
         self._scale = scale
         self._times: deque[float] = deque(maxlen=RECENT)
         self._evaluation_s: float | None = None
@@ -49,8 +50,8 @@ class Progress:
             self.say(evaluation_line(record))
         elif kind == "event":
             self.say(record["message"])
-        elif kind == "phase" and self._bar:
-            self._bar.update(self._task, description=PHASES.get(record["phase"], record["phase"]))
+        elif kind == "phase":
+            self._on_phase(record["phase"])
 
     def say(self, text: str) -> None:
         """A line for the user, above the bar where there is one."""
@@ -61,6 +62,13 @@ class Progress:
         if self._bar:
             self._bar.stop()
             self._bar = None
+
+    def _on_phase(self, phase: str) -> None:
+        """The longest silence without a bar is that of the compiler."""
+        if self._bar:
+            self._bar.update(self._task, description=PHASES.get(phase, phase))
+        elif phase == "compile" and self._compiles:
+            self.say("compiling the train step")
 
     def _on_step(self, record: Record) -> None:
         self._step = record["step"]
@@ -80,12 +88,12 @@ class Progress:
         return step_metrics(recent, self._scale)
 
     def left_s(self) -> float | None:
-        """Seconds until the last step, at the recent speed, evaluations included."""
-        if not self._times:
+        """Seconds until the last step, at the recent speed, evaluations included; None where unknown, and after the last."""
+        if not self._times or self._step >= self._workload.steps:
             return None
         steps, every = self._workload.steps, self._workload.evaluation.every
         left = (steps - self._step) * statistics.median(self._times)
-        if every and self._evaluation_s and self._step < steps:
+        if every and self._evaluation_s:
             left += (math.ceil(steps / every) - self._step // every) * self._evaluation_s  # the last step is evaluated too
         return left
 
@@ -115,8 +123,8 @@ def is_told(step: int, steps: int) -> bool:
 
 def step_line(record: Record, row: dict[str, Any], left_s: float | None) -> str:
     """One step in words: loss, speed, time left."""
-    loss = f"loss {decimal(record.get('loss'), 4)}"
-    return f"{loss}  {count(row.get('tokens_per_s'))} tokens/s  {seconds(left_s)} left"
+    left = "" if left_s is None else f"  {seconds(left_s)} left"
+    return f"loss {decimal(record.get('loss'), 4)}  {count(row.get('tokens_per_s'))} tokens/s{left}"
 
 
 def evaluation_line(record: Record) -> str:

@@ -115,6 +115,8 @@ def memory_words(result: Result) -> str:
 
 def _compile(found: dict[str, Any]) -> str:
     times = found["compilations"]
+    if found["compile_s"] == 0:
+        return "- (eager: nothing was compiled)"
     return seconds(found["compile_s"]) + ("" if times is None else f", {plural(times, 'compilation')} of the train step")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
 import os
 import shlex
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +24,44 @@ EXPERIMENT, PLAN, RECORDS, RESULT = "experiment.yaml", "plan.json", "records.jso
 #: Keys of experiment.yaml that speak to Hydra, so that the file alone is a config it can run.
 FOR_HYDRA = ("defaults", "hydra")
 
+#: Where its runs and sweeps go, as in conf/config.yaml. Hydra, not the lab, fills in the names: overrides may change them.
+HYDRA = {
+    "run": {"dir": "runs/${now:%Y-%m-%d}/${now:%H-%M-%S}-${backend.name}-${sharding.name}"},
+    "sweep": {
+        "dir": "runs/${now:%Y-%m-%d}/${now:%H-%M-%S}-sweep",
+        "subdir": "${hydra.job.num}-${backend.name}-${sharding.name}",
+    },
+    "output_subdir": None,
+    "job": {"chdir": False},
+}
+
 
 class RunFolder:
-    """One run's folder, made by `create`. Every write is whole or not at all; a failing one is a LabError."""
+    """One run's folder, made and claimed by `create`. Every write is whole or not at all; a failing one is a LabError.
 
-    def __init__(self, path: Path):
+    The claim is a lock on the records that nobody else can have: `release` gives it up, as does the end of this process.
+    """
+
+    def __init__(self, path: Path, claim: int):
         self.path = path
+        self.release = weakref.finalize(self, os.close, claim)
 
     @classmethod
-    def create(cls, path: Path) -> RunFolder:
-        """Make the folder. Raises ConfigError where it cannot be written or already holds a finished run."""
+    def create(cls, path: Path, *, named: bool = True) -> RunFolder:
+        """Make the folder and claim it: no other run is going on in it, and none has finished in it.
+
+        named: somebody asked for this very folder; else a taken one gives way to `path-2`, `path-3` and so on.
+        Raises ConfigError where it cannot be written, or is taken and named.
+        """
         path = Path(path).absolute()
-        if (path / RESULT).exists():
-            raise ConfigError(
-                f"{path} already holds a finished run ({RESULT}): choose another folder with hydra.run.dir=FOLDER."
-            )
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            probe = path / f".{os.getpid()}.probe"
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write the run folder {path}: {error.strerror or error}. Set hydra.run.dir=FOLDER."
-            ) from None
-        leftover = path / RECORDS
-        leftover.unlink(missing_ok=True)  # of a run that was killed before it had a result
-        return cls(path)
+        for number in itertools.count(1):
+            folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
+            claim, taken = _claim(folder)
+            if claim is not None:
+                return cls(folder, claim)
+            if named:
+                raise ConfigError(f"{folder} {taken}: choose another folder with hydra.run.dir=FOLDER.")
+        raise AssertionError("the count has no end")
 
     def write_experiment(self, experiment: Experiment) -> None:
         """The resolved config, with the command that runs it again at its head."""
@@ -66,6 +80,31 @@ class RunFolder:
     def open_records(self) -> RecordFile:
         """The file that records are appended to."""
         return RecordFile(self.path / RECORDS)
+
+
+def _claim(folder: Path) -> tuple[int | None, str]:
+    """Make a folder and lock its records, emptied of what a killed run left: the lock's descriptor, or None and why not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        claim = os.open(folder / RECORDS, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the run folder {folder}: {error.strerror or error}. Set hydra.run.dir=FOLDER."
+        ) from None
+    taken = ""
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        taken = "belongs to a run that is going on"
+    except OSError:
+        pass  # this file system has no locks: then only a result shows that a folder is taken
+    if not taken and (folder / RESULT).exists():  # looked for under the lock: a run gives it up after its result
+        taken = f"already holds a finished run ({RESULT})"
+    if taken:
+        os.close(claim)
+        return None, taken
+    os.truncate(claim, 0)
+    return claim, ""
 
 
 def read_experiment(path: Path) -> Experiment:
@@ -99,20 +138,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _experiment_text(experiment: Experiment, folder: Path) -> str:
-    name = f"{experiment.backend.name}-{experiment.sharding.name}"
-    hydra = {
-        "defaults": ["_self_", {"override hydra/job_logging": "disabled"}],
-        "hydra": {
-            "run": {"dir": f"runs/${{now:%Y-%m-%d}}/${{now:%H-%M-%S}}-{name}"},
-            "output_subdir": None,
-            "job": {"chdir": False},
-        },
-    }
     head = (
         "# For: running this experiment again exactly as it was resolved.\n"
         f"# Command: scaling-lab run --config-path {shlex.quote(str(folder))} --config-name {Path(EXPERIMENT).stem}\n"
-        "# Expect: a new run folder under runs/; overrides work as ever.\n"
+        "# Expect: a new run folder under runs/. Values are written out: KEY=VALUE changes one, GROUP=NAME has no presets here.\n"
     )
+    hydra = {"defaults": ["_self_", {"override hydra/job_logging": "disabled"}], "hydra": HYDRA}
     body = _escape(to_plain(experiment))
     return head + "".join(yaml.safe_dump(part, sort_keys=False, width=120, allow_unicode=True) for part in (body, hydra))
 

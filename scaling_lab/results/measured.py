@@ -40,7 +40,7 @@ def measured(
         "evaluation": _evaluations(records),
         "tokens_seen": steps[-1].get("tokens_seen") if steps else None,
         "valid_tokens_seen": _sum(step.get("valid_tokens") for step in steps),
-        "cpu_time_per_step_s": _median([step["cpu_time_s"] for step in timed if step.get("cpu_time_s") is not None]),
+        "cpu_time_per_step_s": _sum(end.get("cpu_time_per_step_s") for end in ends),
         "bytes_per_device": _largest(end.get("bytes_per_device") for end in ends),
         "resident_bytes": _sum(end.get("resident_bytes") for end in ends),
         "compilations": _max(end.get("compilations") for end in ends),
@@ -145,10 +145,6 @@ def _largest(found: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
         return entry.get("total") or sum(value for value in entry.values() if value)
 
     return {"total": None, **max(known, key=held)} if known else {"total": None}
-
-
-def _median(found: list[float]) -> float | None:
-    return float(np.median(found)) if found else None
 
 
 def _sum(found: Iterable[Any]) -> Any:

@@ -164,7 +164,9 @@ METRICS = (
     Metric("compilations", "1", "of the train step, largest process", _path("measured.compilations")),
     Metric("tokens_seen", "tokens", "last step", _path("measured.tokens_seen")),
     Metric("valid_fraction", "1", "tokens that count in the loss / tokens seen", _valid_fraction),
-    Metric("cpu_time_per_step_s", "s", "median of the timed steps, process 0", _path("measured.cpu_time_per_step_s")),
+    Metric(
+        "cpu_time_per_step_s", "s", "median of the timed steps, summed over processes", _path("measured.cpu_time_per_step_s")
+    ),
 )
 
 

@@ -54,11 +54,19 @@ def fault(how: str, folder: Path) -> None:
         raise RuntimeError("the toy broke")
     if how == "hang":
         where_it_hangs()
+    if how == "deep":
+        called_deeply(30)
     assert how in ("nan",), how
 
 
 def where_it_hangs() -> None:
     threading.Event().wait()
+
+
+def called_deeply(depth: int) -> None:
+    if depth:
+        called_deeply(depth - 1)
+    where_it_hangs()
 
 
 @dataclass

@@ -1,9 +1,16 @@
-"""Cross-entropy summed over valid tokens, in float32 whatever the logits are. Must not know how tokens are counted or split."""
+"""Cross-entropy summed over valid tokens, in float32 whatever the logits are, and what routers add to the loss of a step.
+
+Must not know how tokens are split.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
+
+from scaling_lab.models.model import Model
 
 
 @jax.custom_vjp
@@ -37,3 +44,15 @@ def _is_label(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 cross_entropy_sum.defvjp(_forward, _backward)
+
+
+def router_metrics(reported: Mapping[str, jax.Array], rows: int) -> dict[str, jax.Array]:
+    """From what routers report of each row of a microbatch (b,): its share of the means over `rows` rows, and what it dropped."""
+    return {name: x.sum() if name == "dropped_tokens" else x.sum() / rows for name, x in reported.items()}
+
+
+def router_loss(model: Model, metrics: Mapping[str, jax.Array]) -> jax.Array | float:
+    """What is added to the loss of a training step, 0 without experts."""
+    if model.moe is None:
+        return 0.0
+    return model.moe.balance_loss * metrics["balance_loss"] + model.moe.z_loss * metrics["z_loss"]

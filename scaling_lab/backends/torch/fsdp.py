@@ -33,8 +33,11 @@ class Layer(Protocol):
         ...
 
 
-def wrap(root: nn.Module, layers: Sequence[Layer], on: Placement) -> bool:
-    """Store the weights of the layers and of what is outside them as the plan says. False where no weight is stored in parts."""
+def wrap(root: nn.Module, layers: Sequence[Layer], on: Placement, *, reshard: bool) -> bool:
+    """Store the weights of the layers and of what is outside them as the plan says. False where no weight is stored in parts.
+
+    reshard: free each gathered layer but the last after its forward pass, and gather it again for the backward one
+    """
     stored = {piece.parameter: piece for piece in pieces_of(root, on) if piece.planned.fsdp_axes}
     ignored = {piece.parameter for piece in pieces_of(root, on)} - stored.keys()
     if not stored:
@@ -45,7 +48,7 @@ def wrap(root: nn.Module, layers: Sequence[Layer], on: Placement) -> bool:
         own = [p for p in unit.parameters() if p in stored and p not in taken]
         if own or unit is root:
             # The last layer's weights are wanted again as soon as the backward pass begins.
-            _wrap_unit(unit, {p: stored[p] for p in own}, ignored, on, keep=unit in last or unit is root)
+            _wrap_unit(unit, {p: stored[p] for p in own}, ignored, on, keep=not reshard or unit in last or unit is root)
         taken.update(own)
     return True
 

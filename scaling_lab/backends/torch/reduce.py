@@ -111,11 +111,11 @@ class Bucket:
         return piece.part(column, self.on.plan.mesh, place, base)
 
 
-def buckets_of(pieces: Sequence[Piece], on: Placement) -> list[Bucket]:
-    """Every piece in one bucket, by its way."""
+def buckets_of(pieces: Sequence[Piece], on: Placement, *, summed: bool = False) -> list[Bucket]:
+    """Every piece in one bucket, by its way. summed: someone else sums the gradients of whole weights."""
     ways: dict[Way, list[Piece]] = {}
     for piece in pieces:
-        ways.setdefault(way_of(piece, on), []).append(piece)
+        ways.setdefault(Way((), (), ()) if summed else way_of(piece, on), []).append(piece)
     return [Bucket(way, members, on) for way, members in ways.items()]
 
 

@@ -9,7 +9,6 @@ import datetime
 import functools
 import importlib
 import os
-import platform
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ def device_facts(world: World) -> dict[str, Any]:
     on_gpu = world.device.type == "cuda"
     return {
         "platform": "gpu" if on_gpu else "cpu",
-        "kind": torch.cuda.get_device_name(world.device) if on_gpu else platform.machine(),
+        "kind": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "count": 1,
         "asynchronous": on_gpu,
         "versions": {"torch": torch.__version__, "numpy": np.__version__},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaling_lab.backends.contract import Batch, Job
-from scaling_lab.backends.torch import fsdp, runtime, weights
+from scaling_lab.backends.torch import ddp, fsdp, runtime, weights
 from scaling_lab.backends.torch.loss import IGNORED
 from scaling_lab.backends.torch.moe import REPORTED
 from scaling_lab.backends.torch.optimizer import make_optimizer, scale_gradients, set_learning_rate, square_sum, state_bytes
@@ -58,12 +59,15 @@ class TorchSession:
         self.job, self.world = job, world
         self.on = on = Placement(job.plan, experiment.workload.precision, world, job.process)
         self.decoder = Decoder(experiment, on)
-        self.wrapped = fsdp.wrap(self.decoder, self.decoder.every_layer(), on)
+        reshard = bool(experiment.backend.reshard_after_forward)
+        self.wrapped = fsdp.wrap(self.decoder, self.decoder.every_layer(), on, reshard=reshard)
         self.decoder.to_empty(device=world.device)
         self.pieces = weights.pieces_of(self.decoder, on)
         with torch.no_grad():
             weights.place_initial(self.pieces, on, experiment.workload.seed)
-        self.buckets = buckets_of(self.pieces, on)
+        alone = world.mesh is None
+        self.model = self.decoder if not self._uses_ddp or alone else ddp.wrapped(self.decoder, self.pieces, on)
+        self.buckets = buckets_of(self.pieces, on, summed=self.model is not self.decoder)
         self.in_buckets = [piece for bucket in self.buckets for piece in bucket.pieces]
         self.stepped = [x for bucket in self.buckets for x in bucket.stepped]
         self.optimizer = make_optimizer(experiment.workload.optimizer, self.in_buckets, self.stepped)
@@ -75,6 +79,10 @@ class TorchSession:
         self.steps_done = 0
         if experiment.backend.compile:
             self.decoder.compile_parts()
+
+    @property
+    def _uses_ddp(self) -> bool:
+        return self.job.experiment.backend.data_parallel == "ddp"
 
     def prepare(self, batch: Batch) -> float:
         """Run the step once without its update where layers are compiled; eager layers have nothing to prepare."""
@@ -104,8 +112,12 @@ class TorchSession:
         return Read({"lr": lr}, totals)
 
     def prepare_evaluation(self, batch: Batch) -> float:
-        """Nothing is compiled ahead for it."""
-        return 0.0
+        """Run it once where layers are compiled: without gradients they are compiled anew."""
+        if not self.job.experiment.backend.compile:
+            return 0.0
+        started = time.perf_counter()
+        self.evaluate(batch).result()
+        return time.perf_counter() - started
 
     def evaluate(self, batch: Batch) -> Read:
         """Loss of one batch with the present weights."""
@@ -181,9 +193,12 @@ class TorchSession:
         scale = self._router_scale(count) if backward and any(self.coefficients) else None
         loss_sum, reported = (torch.zeros(size, dtype=torch.float64, device=self.world.device) for size in ((), len(REPORTED)))
         for microbatch in range(len(labels)):
-            loss, router = self.decoder(**{name: x[microbatch] for name, x in own.items()})
-            if backward:
-                (loss if scale is None else loss + (router * scale).sum()).backward()
+            more = microbatch < len(labels) - 1
+            with ddp.unsynchronised(self.model) if backward and more else nullcontext():
+                model = self.model if backward else self.decoder
+                loss, router = model(**{name: x[microbatch] for name, x in own.items()})
+                if backward:
+                    (loss if scale is None else loss + (router * scale).sum()).backward()
             loss_sum += loss.detach()
             reported += 0.0 if router is None else router.detach()
         routers = dict(zip(REPORTED, reported, strict=True)) if self.coefficients else {}

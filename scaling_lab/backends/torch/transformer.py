@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from scaling_lab.backends.torch import context
 from scaling_lab.backends.torch.latent import LatentAttention
@@ -68,9 +69,22 @@ class Decoder(nn.Module):
     def finish(self, x, labels):
         """What follows the layers; the loss is part of it so that a compiler can join it to the product before."""
         x = self.on.constrain(self.final_norm(x), INPUT)
+        if labels is None:
+            return self.logits(x)
+        chunks = self.experiment.workload.loss_chunks
+        if chunks == 1:
+            return self.loss(x, labels)
+        parts = zip(x.chunk(chunks, dim=1), labels.chunk(chunks, dim=1), strict=True)
+        return sum(checkpoint(self.loss, *part, use_reentrant=False) for part in parts)
+
+    def logits(self, x):
+        """x (b, t, e) -> (b, t, v)."""
         table = self.embed.tokens if self.experiment.model.tied_head else None
-        logits = self.on.constrain(self.head(x, table), LOGITS)  # (b, t, v)
-        return logits if labels is None else cross_entropy_sum(logits, labels)
+        return self.on.constrain(self.head(x, table), LOGITS)
+
+    def loss(self, x, labels):
+        """The sum of cross-entropies; in a checkpoint, logits are made again in the backward pass."""
+        return cross_entropy_sum(self.logits(x), labels, self.experiment.model.vocab)
 
     def every_layer(self) -> list[Layer]:
         """The layers of all stacks in order."""
@@ -229,4 +243,5 @@ def logits(experiment: Experiment, weights: Mapping[str, np.ndarray], tokens: np
         name, layer = name_of(path)
         parameter.data.copy_(torch.from_numpy(np.array(weights[name] if layer is None else weights[name][layer])))
     with torch.no_grad():
-        return decoder(torch.from_numpy(tokens.astype(np.int64))).float().numpy()
+        found = decoder(torch.from_numpy(tokens.astype(np.int64)))
+    return found[..., : experiment.model.vocab].float().numpy()
