@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling_lab import __version__
+from scaling_lab.cluster.interrupts import obeyed
 from scaling_lab.errors import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_REQUEST, ConfigError, LabError
 
 USAGE = """\
@@ -43,11 +44,12 @@ def main() -> int:
     verb, rest = arguments[0], arguments[1:]
     verbs: dict[str, Callable[[list[str]], int]] = {"run": _run, "draw": _draw, "show": _show, "report": _report}
     try:
-        if verb not in verbs:
-            from scaling_lab.plan.rules import nearest
+        with obeyed():
+            if verb not in verbs:
+                from scaling_lab.plan.rules import nearest
 
-            raise ConfigError(f"unknown verb {verb!r}{nearest(verb, verbs)}. `scaling-lab --help` shows what each does.")
-        return verbs[verb](rest)
+                raise ConfigError(f"unknown verb {verb!r}{nearest(verb, verbs)}. `scaling-lab --help` shows what each does.")
+            return verbs[verb](rest)
     except LabError as error:
         print(f"scaling-lab: {error}", file=sys.stderr)
         return error.exit_code
@@ -57,8 +59,8 @@ def main() -> int:
     except OSError as error:
         print(f"scaling-lab: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("scaling-lab: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"scaling-lab: {str(stop) or 'interrupted'}", file=sys.stderr)
         return EXIT_FAILED
 
 
@@ -88,7 +90,7 @@ def _draw(overrides: list[str]) -> int:
 
     def job(config: Any) -> int:
         _check_sweep()
-        return lab.draw(_plain(config))
+        return _in_sweep(lambda: lab.draw(_plain(config)))
 
     with tempfile.TemporaryDirectory() as nowhere:  # Hydra keeps a file of its own in a sweep's folder
         folders = ("hydra.run.dir=.", f"hydra.sweep.dir={nowhere}")
@@ -120,23 +122,40 @@ def run_job(config: Any) -> int:
     request = lab.Request(
         config=_plain(config),
         folder=Path(hydra.runtime.output_dir),
-        command=" ".join(["scaling-lab run", *hydra.overrides.task]),
+        command=" ".join(["scaling-lab run", *_asked(hydra.overrides.task)]),
         sweep=Path(hydra.sweep.dir).resolve().name if in_sweep else None,
         started=time.time() if in_sweep else lab.process_started(),
-        folder_named=in_sweep or sweep.names(hydra.overrides.hydra, "hydra.run.dir"),
+        folder_named=in_sweep or sweep.names(_asked(hydra.overrides.hydra), "hydra.run.dir"),
     )
-    if not in_sweep:
-        return lab.run(request)
+    return _in_sweep(lambda: lab.run(request))
+
+
+def _in_sweep(job: Callable[[], int]) -> int:
+    """The exit code of a job. A sweep carries on past what the lab can explain, and past a crash; alone, either is raised."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN:
+        return job()
     try:
-        return lab.run(request)
+        return job()
     except LabError as error:
-        print(f"scaling-lab: job {hydra.job.num} ({' '.join(hydra.overrides.task)}): {error}", file=sys.stderr)
+        print(f"scaling-lab: job {hydra.job.num} ({' '.join(_asked(hydra.overrides.task))}): {error}", file=sys.stderr)
         if error.kind in STOPPED:
             raise KeyboardInterrupt from None
-        return error.exit_code
+        return EXIT_DONE if error.status == "infeasible" else error.exit_code
     except Exception:
         traceback.print_exc()
         return EXIT_FAILED
+
+
+def _asked(overrides: Any) -> list[str]:
+    """Overrides as they were typed: Hydra keeps them in a config, where `${...}` in one would be looked up."""
+    from omegaconf import OmegaConf
+
+    typed: Any = OmegaConf.to_container(overrides, resolve=False)
+    return typed
 
 
 def _check_sweep() -> None:
@@ -145,7 +164,7 @@ def _check_sweep() -> None:
     from hydra.types import RunMode
 
     hydra = HydraConfig.get()
-    chosen = {override.partition("=")[0].lstrip("+") for override in hydra.overrides.task}
+    chosen = {override.partition("=")[0].lstrip("+") for override in _asked(hydra.overrides.task)}
     params = {key: value for key, value in (hydra.sweeper.get("params") or {}).items() if key not in chosen}
     if params and hydra.mode != RunMode.MULTIRUN:
         swept = " ".join(f"{key}={value}" for key, value in params.items())
@@ -163,7 +182,7 @@ def _plain(config: Any) -> dict[str, Any]:
         raise ConfigError(f"{getattr(error, 'full_key', '')}: {str(error).splitlines()[0]}") from None
     for key in ("path", "validation_path", "tokenizer"):
         path = plain["data"].get(key) if isinstance(plain.get("data"), dict) else None
-        if isinstance(path, str):
+        if isinstance(path, str) and path:
             plain["data"][key] = str(Path(path).expanduser().absolute())
     plain.pop("experiment", None)
     return plain
@@ -178,7 +197,8 @@ def _hydra(overrides: list[str], job: Callable[[Any], int]) -> int:
     from scaling_lab import own_config
     from scaling_lab.explain import explain
 
-    overrides = own_config.with_absolute_path(overrides)
+    flags = [one for one in overrides if one in ("-m", "--multirun")]  # argparse wants the overrides in one piece
+    overrides = own_config.with_absolute_path([*flags, *(one for one in overrides if one not in flags)])
     own_config.check_presets(overrides, conf_folder())
     codes: list[int] = []
     errors: list[LabError] = []

@@ -52,6 +52,8 @@ def _fault(fault: dict[str, Any], plain: dict[str, Any]) -> str:
         message = f"not one of the choices{nearest(str(fault['input']), allowed)}"
     if fault["type"] == "string_type" and takes(dict, fault["loc"][:-1]):
         message += f"; write '+{key}={json.dumps(str(fault['input']))}'"
+    if fault["type"] == "string_pattern_mismatch":
+        message = "a name has letters, digits, and . _ + - after the first of them"
     if fault["type"] in ("list_type", "tuple_type"):
         message = f"must be a list; write [{fault['input'] or ''}]" if key.startswith("sharding.") else "must be a list"
     return f"{key}={_written(fault['input'])}: {message}"

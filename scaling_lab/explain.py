@@ -11,7 +11,14 @@ from typing import Any
 import yaml
 
 from scaling_lab.config import takes, valid_keys
+from scaling_lab.models.parameters import ACTIVATION_AXES, WEIGHT_AXES
 from scaling_lab.plan.rules import nearest
+
+#: The rows of a sharding table: keys that the config's types do not list.
+_ROWS = {
+    "sharding.activations": ACTIVATION_AXES,
+    **dict.fromkeys(("sharding.weights", "sharding.gradients", "sharding.optimizer"), WEIGHT_AXES),
+}
 
 #: Text that the command line gives as it is; and a value that holds a `=` outside of quotes.
 BARE = re.compile(r"[A-Za-z_][\w./-]*")
@@ -66,7 +73,7 @@ def _quoted(key: str, value: str) -> str:
 
 
 def _new_keys(key: str, value: str) -> str | None:
-    """How to add keys where they may have any name: Hydra wants a plus. None where they may not."""
+    """How to add keys to a group that may hold more than it does: Hydra wants a plus. None where the group is fixed."""
     path = key.split(".")
     if not (takes(dict, path) or takes(dict, path[:-1])):
         return None
@@ -78,6 +85,9 @@ def _new_keys(key: str, value: str) -> str | None:
         given = {path.pop(): given}
     if not isinstance(given, dict) or not all(given.values()):
         return f"{key}: a group of keys; write +{key}.NAME=VALUE for each."
+    rows = _ROWS.get(".".join(path))
+    if unknown := [name for name in given if rows and name not in rows]:
+        return _unknown_key(".".join([*path, unknown[0]]))
     added = [shlex.quote(f"+{'.'.join(path)}.{name}={as_override(one)}") for name, one in given.items()]
     return f"{key}: Hydra adds new keys to a group only if told so. Write {' '.join(added)}"
 
@@ -88,7 +98,7 @@ def _unknown_key(key: str) -> str:
         if parent not in valid_keys(parents[:depth]):
             parents, name = parents[:depth], parent
             break
-    choices = valid_keys(parents)
+    choices = valid_keys(parents) or list(_ROWS.get(".".join(parents), ()))
     if parents[:1] == ["hydra"] or not choices:
         return f"{key}: unknown key"
     where = ".".join([*parents, name])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling_lab.cluster import environment as workers
-from scaling_lab.cluster import folders, found, local
+from scaling_lab.cluster import folders, found, interrupts, local
 from scaling_lab.config import experiment_from
 from scaling_lab.data import check_request
 from scaling_lab.errors import EXIT_DONE, EXIT_FAILED, LabError
@@ -57,7 +57,8 @@ def run(request: Request) -> int:
         facts["error"] = error
         raise
     finally:
-        result = _finish(request, folder, facts)
+        with interrupts.held():
+            result = _finish(request, folder, facts)
         folder.release()
         if result["status"] == "ok":
             shown.show_result(shown.open_console(), result, folder.path)

@@ -111,3 +111,10 @@ def test_jax_accepts_these_flags_and_has_the_planned_devices():
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.split() == ["4", "3.0"]
+
+
+def test_the_loopback_is_reached_without_the_users_proxy():
+    assert "no_proxy" not in merged({})
+    assert merged({"http_proxy": "http://10.0.0.1:3128"})["no_proxy"] == "127.0.0.1,localhost"
+    both = merged({"https_proxy": "http://10.0.0.1:3128", "NO_PROXY": "intranet,localhost"})
+    assert both["NO_PROXY"] == "intranet,localhost,127.0.0.1"

@@ -31,6 +31,8 @@ def scaling_lab(*arguments: str, cwd, timeout: float = 120):
         (["draw", "sharding.weights.embed=[fsdq]"], ["sharding.weights.embed", "did you mean fsdp?"]),
         (["draw", "model=null"], ["GROUP=NAME"]),
         (["draw", "model=[1,2]"], ["model=[1,2]"]),
+        (["draw", "model.name=${nope}"], ["model.name", "nope"]),
+        (["draw", "sharding.weights.embd=[fsdp]"], ["did you mean sharding.weights.embed?"]),
         (["draw", "backend=tensorflow"], ["backend=tensorflow", "(one of jax, torch)"]),
         (["draw", "hydra.run.dir=/proc/nowhere"], ["/proc/nowhere"]),
         (["run", "hydra.run.dir=/proc/nowhere"], ["/proc/nowhere"]),
@@ -103,7 +105,7 @@ def test_draw_cuts_the_devices_into_hosts_and_says_which_axes_cross_them(tmp_pat
 
 
 def test_draw_shows_every_job_of_a_sweep_and_writes_nothing(tmp_path):
-    done = scaling_lab("draw", "-m", "sharding=data,fsdp", cwd=tmp_path)
+    done = scaling_lab("draw", "sharding=data,fsdp", "-m", "model.layers=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "table data" in done.stdout
     assert "table fsdp" in done.stdout

@@ -1,5 +1,7 @@
 """Initial weights: element i is a function of (seed, name, i) alone, whoever draws it."""
 
+import math
+
 import numpy as np
 import pytest
 from experiments import FOUND, experiment
@@ -107,3 +109,19 @@ def test_elements_past_two_to_the_32_are_drawn_apart():
     last = initial_values(huge, 0, (slice(2, 3), slice((1 << 31) - 2, 1 << 31)))  # elements 3 x 2^31 - 2 and - 1
     first = initial_values(huge, 0, (slice(0, 1), slice((1 << 31) - 2, 1 << 31)))
     assert not np.isin(last, first).any()
+
+
+@pytest.mark.parametrize("name", ["embed.tokens", "head.weight"])
+def test_padding_the_vocabulary_changes_no_value_and_is_zero(name):
+    plain, padded = (
+        next(
+            p for p in decoder.parameters(experiment(**{"model.vocab": 253, "model.vocab_multiple": n}).model) if p.name == name
+        )
+        for n in (1, 8)
+    )
+    assert (padded.size, math.prod(padded.shape)) == (128 * 253, 128 * 256)
+    whole = [initial_values(p, 0, tuple(slice(0, size) for size in p.shape)) for p in (plain, padded)]
+    np.testing.assert_array_equal(whole[1][tuple(slice(size) for size in plain.shape)], whole[0])
+    assert np.abs(whole[1]).sum() == pytest.approx(np.abs(whole[0]).sum(), rel=1e-6)
+    part = tuple(slice(size - 5, size) for size in padded.shape)
+    np.testing.assert_array_equal(initial_values(padded, 0, part), whole[1][part])

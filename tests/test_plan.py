@@ -34,7 +34,7 @@ def followed(message, found=ENDLESS, **choices):
         keys = {}
         for sentence in advice:
             options = re.split(r" or ", sentence)
-            key = options[0].split("=")[0]
+            key = (options[pick] if "=" in options[pick] else options[0]).split("=")[0]
             value = options[pick].split("=")[-1]
             keys[key] = None if value == "null" else int(value) if value.isdigit() else value
         plan(found, **{**choices, **keys})
@@ -155,7 +155,10 @@ def test_fewer_key_value_heads_than_tensor_devices_are_refused_and_the_advice_pl
 def test_the_vocabulary_of_gpt2_does_not_divide_and_the_advice_plans():
     choices = {"model": "gpt2_124m", "sharding": "tensor", "mesh.tensor": 4}  # 50257 = 29 x 1733
     message = refusal(**choices)
-    assert "vocab 50257 over 4 (mesh.tensor=4): set model.vocab=50260, or let mesh.tensor divide 50257" in message
+    assert (
+        "vocab 50257 over 4 (mesh.tensor=4): set model.vocab=50260 or model.vocab_multiple=4, or let mesh.tensor divide 50257"
+        in message
+    )
     assert "embed.tokens, activation `logits`" in message
     followed(message, **choices)
 
@@ -222,7 +225,10 @@ def test_unknown_memory_refuses_nothing():
         ({"model": "tiny_gpt2"}, "workload.sequence=256 is longer than model.max_sequence=64. Set workload.sequence=64."),
         ({"workload.untimed_steps": 100}, "workload.untimed_steps=100 leaves none of workload.steps=100 to time."),
         ({"workload.steps": 1, "workload.untimed_steps": 1}, "Set workload.untimed_steps=0."),
-        ({"backend.compile": True}, "backend.compile=true is for backend=torch; JAX always compiles the step."),
+        (
+            {"backend.compile": True},
+            "backend.compile=true is for backend=torch; jax has no use for it. Set backend.compile=null.",
+        ),
         ({"backend": "torch", "backend.scan_layers": False}, "backend.scan_layers=false is for backend=jax"),
         ({"workload.optimizer.momentum": 0.9}, "workload.optimizer.momentum=0.9 is for workload.optimizer.name=sgd"),
     ],
@@ -282,3 +288,49 @@ def test_the_plan_carries_counts_and_flops():
     # 6 x 820,352 + 12 x 4 x 4 x 32 x 256; half of the second term when causal
     assert made.flops_per_token == 4_922_112 + 1_572_864
     assert made.flops_per_token_causal == 4_922_112 + 786_432
+
+
+MOE = {"model": "tiny_moe", "sharding": "fsdp_expert"}
+LATENT = {"query_rank": None, "kv_rank": 32, "rope_dim": 16, "nope_dim": 32, "value_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.moe.experts_per_token": 5}, "Set model.moe.experts_per_token=4."),
+        ({"model.moe.dense_layers": 4}, "leaves no layer of model.layers=4 with experts. Set model.moe.dense_layers=3"),
+        ({"model.bias": True}, "experts have no biases. Set model.bias=false."),
+        ({"model.moe.capacity_factor": 2.0}, "Set model.moe.capacity_factor=null, which drops none."),
+        ({"model.latent": LATENT}, "Set model.kv_heads=4."),
+        ({"model.latent": LATENT}, "Set model.head_dim=48."),
+        ({"model.latent": {**LATENT, "rope_dim": 15}}, "Set model.latent.rope_dim=16."),
+        ({"model.latent": LATENT, "model.qk_norm": True}, "Set model.qk_norm=false."),
+    ],
+)
+def test_mixtures_and_latent_attention_that_contradict_themselves_are_wrong_requests(changes, words):
+    assert words in refusal(ConfigError, **{**MOE, **changes})
+
+
+def test_experts_are_stored_once_over_their_axis_and_gathered_over_none():
+    """tiny_moe has 4 x 4 experts of 3 x 128 x 192 = 1,179,648 parameters; over expert 2 each device keeps half of them."""
+    one, two = (plan(**{**MOE, "mesh.fsdp": 1, "mesh.expert": n, "mesh.data": 2 // n}).bytes_per_device for n in (1, 2))
+    assert one["parameters"] - two["parameters"] == 4 * 1_179_648 // 2
+    assert (one["gathered"], two["gathered"]) == (0, 0)
+
+
+def test_the_gathered_layer_is_the_larger_one_of_two_stacks():
+    changes = {**MOE, "mesh.fsdp": 2, "mesh.expert": 1, "model.moe.dense_layers": 2}
+    small, large = (plan(**changes, **{"model.mlp": mlp}).bytes_per_device["gathered"] for mlp in (64, 4096))
+    # A dense layer of 3 x 128 x 4096 exceeds one with 4 experts of 3 x 128 x 192 by 786,432 elements; the router is 512 more.
+    assert large - small == 4 * (3 * 128 * (4096 - 4 * 192) - 128 * 4)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../up", 'x"y', "$HOME", " "])
+def test_a_name_that_could_not_be_a_folders_is_a_wrong_request(name):
+    message = refusal(ConfigError, **{"sharding.name": name})
+    assert "sharding.name=" in message
+    assert "a name has letters, digits, and . _ + -" in message
+
+
+def test_a_torch_process_for_several_devices_is_refused_while_planning():
+    assert "Set backend.processes=per_device." in refusal(ConfigError, backend="torch", **{"backend.processes": "per_host"})

@@ -170,11 +170,41 @@ def test_parallelism_is_read_off_the_table(table, mesh, expected):
     assert plan(table, mesh).roles == expected
 
 
+def test_experts_are_kept_apart_and_the_dense_layers_are_data_parallel_over_their_axis():
+    found = plan("fsdp_expert", "auto", model="tiny_moe")
+    assert found.roles == {"expert": ("expert parallel", "data parallel"), "fsdp": ("fsdp",)}
+    by_name = {p.parameter.name: p for p in found.parameters}
+    experts, dense = by_name["layers.moe.up"], by_name["layers.attention.query"]
+    assert (experts.compute.axes, experts.fsdp_axes, experts.sum_axes) == (("expert",), ("fsdp",), ("fsdp",))
+    assert (dense.compute.axes, dense.fsdp_axes, dense.sum_axes) == ((), ("fsdp",), ("expert", "fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sharding.weights.experts": []}, "sharding.activations.experts names expert, sharding.weights.experts does not"),
+        ({"sharding.activations.batch": ["data", "fsdp"]}, "name it in batch too"),
+        ({"sharding.activations.expert_batch": ["data", "expert", "fsdp"]}, "write [data, fsdp]"),
+        ({"mesh.expert": 8}, "experts 4 over 8 (mesh.expert=8): set model.moe.experts=8"),
+    ],
+)
+def test_what_experts_cannot_do_is_refused_with_what_they_can(changes, words):
+    assert words in refusal("fsdp_expert", error=PlanError, model="tiny_moe", **{"mesh.expert": 2, "mesh.fsdp": 1, **changes})
+
+
+def test_a_row_that_the_model_does_not_use_gives_an_axis_no_work():
+    message = refusal("single", error=PlanError, **{"sharding.activations.expert_batch": ["data"], "mesh.data": 2})
+    assert "mesh.data=2: the sharding table gives this axis no work" in message
+
+
 def test_every_shipped_table_is_read_above():
     assert TABLES == [
         "context",
         "data",
+        "expert",
         "fsdp",
+        "fsdp_expert",
+        "fsdp_expert_tensor",
         "fsdp_tensor",
         "fsdp_tensor_context",
         "fsdp_tensor_sequence",

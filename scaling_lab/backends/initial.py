@@ -14,21 +14,26 @@ from scaling_lab.models.parameters import Parameter
 def initial_values(parameter: Parameter, seed: int, part: tuple[slice, ...]) -> np.ndarray:
     """The initial values of a part of a parameter, float32, shaped as the part.
 
-    part: a slice with explicit start and stop for each dim of the parameter's global shape.
+    part: a slice with explicit start and stop for each dim of the parameter's global shape. Padding is zero.
     """
     shape = tuple(s.stop - s.start for s in part)
     if parameter.init == "ones":
         return np.ones(shape, np.float32)
     if parameter.init == "zeros":
         return np.zeros(shape, np.float32)
-    values = np.empty(shape, np.float32)
-    key = key_for(seed, parameter.name)
-    inner = _offsets(parameter.shape[1:], part[1:])
-    row_size = np.uint64(np.prod(parameter.shape[1:], dtype=np.int64))
-    for row in range(shape[0]):
+    values = np.zeros(shape, np.float32)
+    used = tuple(slice(s.start, max(s.start, min(s.stop, size))) for s, size in zip(part, parameter.used_shape, strict=True))
+    _fill(values[tuple(slice(s.stop - s.start) for s in used)], parameter, key_for(seed, parameter.name), used)
+    return values
+
+
+def _fill(values: np.ndarray, parameter: Parameter, key: np.uint64, part: tuple[slice, ...]) -> None:
+    """Normal values into an array shaped as the part; elements are numbered without padding, which so changes no value."""
+    inner = _offsets(parameter.used_shape[1:], part[1:])
+    row_size = np.uint64(np.prod(parameter.used_shape[1:], dtype=np.int64))
+    for row in range(len(values)):
         index = np.atleast_1d(inner + np.uint64(part[0].start + row) * row_size)
         values[row] = _normal(counter_hash(key, index)).reshape(inner.shape) * np.float32(parameter.std)
-    return values
 
 
 def _offsets(shape: tuple[int, ...], part: tuple[slice, ...]) -> np.ndarray:

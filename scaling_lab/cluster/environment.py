@@ -52,7 +52,7 @@ def _merge(experiment: Experiment, plan: Plan, present: Mapping[str, str]) -> tu
         for name, value in fixed.items()
         if present.get(name, value) != value
     ]
-    changes |= fixed
+    changes |= {**_no_proxy(present), **fixed}
     if experiment.backend.name == "jax":
         changes["XLA_FLAGS"], overridden = _xla_flags(experiment, plan, present.get("XLA_FLAGS", ""))
         said += overridden
@@ -60,6 +60,18 @@ def _merge(experiment: Experiment, plan: Plan, present: Mapping[str, str]) -> tu
         if present.get(name, value) != value:
             said.append(f"{name}={present[name]} in the environment is overridden by backend.environment: {value!r}")
     return {**changes, **experiment.backend.environment}, said
+
+
+#: gRPC, by which JAX's processes meet, would send even the loopback's connections through a proxy.
+LOOPBACK = ("127.0.0.1", "localhost")
+
+
+def _no_proxy(present: Mapping[str, str]) -> dict[str, str]:
+    """The loopback added to what the user wants to reach without a proxy, where there is a proxy at all."""
+    if not any(name.lower() in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy") for name in present):
+        return {}
+    names = [name for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy") if name in present] or ["no_proxy"]
+    return {name: ",".join(dict.fromkeys([*filter(None, present.get(name, "").split(",")), *LOOPBACK])) for name in names}
 
 
 def _allocator(experiment: Experiment, plan: Plan) -> list[str]:

@@ -41,7 +41,7 @@ def no_validation(config: DataConfig, evaluation_every: int) -> ConfigError:
 
 def _check_keys(config: DataConfig) -> None:
     used = _KEYS.get(config.source, ())
-    if used and config.path is None:
+    if used and not config.path:
         raise ConfigError(f"data.path is missing: data.source={config.source} reads files; set data.path=PATH")
     for key in ("path", "validation_path", "tokenizer", "dtype", "document_end"):
         if getattr(config, key) is not None and key not in used:

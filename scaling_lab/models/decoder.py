@@ -88,7 +88,8 @@ def _bias(model: Model, name: str, *dims: Dim) -> tuple[Parameter, ...]:
 
 
 def _embedding(model: Model) -> tuple[Parameter, ...]:
-    tokens = Parameter("embed.tokens", (model.vocab, model.embed), ("vocab", "embed"), "embedding", "normal", model.init_std)
+    rows, used = _padded(model, (model.padded_vocab, model.embed), (model.vocab, model.embed))
+    tokens = Parameter("embed.tokens", rows, ("vocab", "embed"), "embedding", "normal", model.init_std, used)
     if model.positions != "learned" or model.max_sequence is None:
         return (tokens,)
     shape = (model.max_sequence, model.embed)
@@ -133,4 +134,10 @@ def _mlp(model: Model) -> tuple[Parameter, ...]:
 def _head(model: Model) -> tuple[Parameter, ...]:
     if model.tied_head:
         return ()
-    return (Parameter("head.weight", (model.embed, model.vocab), ("embed", "vocab"), "head", "normal", model.init_std),)
+    columns, used = _padded(model, (model.embed, model.padded_vocab), (model.embed, model.vocab))
+    return (Parameter("head.weight", columns, ("embed", "vocab"), "head", "normal", model.init_std, used),)
+
+
+def _padded(model: Model, shape: tuple[int, ...], used: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """A shape, and the one without padding if that differs."""
+    return shape, used if model.padded_vocab > model.vocab else None

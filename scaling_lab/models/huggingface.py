@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,7 +31,10 @@ def to_huggingface(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str,
     weights: every parameter of the model by our name, global shape, layers stacked. Dtypes are kept.
     Raises ConfigError for a missing, left-over or wrongly shaped array, or a model that Hugging Face does not have.
     """
-    _check({parameter.name: parameter.shape for parameter in decoder.parameters(model)}, weights, "the weights")
+    parameters = decoder.parameters(model)
+    _check({parameter.name: parameter.shape for parameter in parameters}, weights, "the weights")
+    weights = {p.name: weights[p.name][tuple(slice(size) for size in p.used_shape)] for p in parameters}
+    model = replace(model, vocab_multiple=1)
     state: dict[str, np.ndarray] = {}
     for tensor in tensors(model):
         pair = tensor.pair
@@ -47,6 +51,7 @@ def from_huggingface(model: Model, state: Mapping[str, np.ndarray]) -> dict[str,
 
     Raises ConfigError for a missing, left-over or wrongly shaped tensor, each named, or a head that is not tied after all.
     """
+    padded, model = decoder.parameters(model), replace(model, vocab_multiple=1)
     parameters = {parameter.name: parameter for parameter in decoder.parameters(model)}
     tied = state.get(HEAD) if model.tied_head else None
     if tied is not None:
@@ -63,7 +68,13 @@ def from_huggingface(model: Model, state: Mapping[str, np.ndarray]) -> dict[str,
             whole = weights.setdefault(name, np.empty(parameters[name].shape, values.dtype))
             place = whole if tensor.layer is None else whole[tensor.layer]
             place[...] = part.reshape(place.shape)
-    return weights
+    return {p.name: _pad(weights[p.name], p.shape) for p in padded}
+
+
+def _pad(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Zeros at the end of each dim that is shorter than wanted."""
+    missing = [(0, wanted - size) for size, wanted in zip(values.shape, shape, strict=True)]
+    return np.pad(values, missing) if values.shape != shape else values
 
 
 def _embedding(model: Model) -> str:

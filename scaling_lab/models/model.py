@@ -11,6 +11,8 @@ from pydantic.dataclasses import dataclass
 #: Every config dataclass: unknown keys refused, no silent conversion of types, no infinite numbers.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+#: A name goes into titles and into the names of folders: letters, digits, and . _ + - inside.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=80)]
 Size = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -72,6 +74,7 @@ class Latent:
 class Model:
     """A pre-norm decoder. Sizes carry the logical axes' names.
 
+    vocab_multiple: embedding and head have rows for a multiple of this many tokens; those beyond vocab never take part
     mlp: hidden width of the dense mlp; unused where `moe` leaves no dense layer
     qk_norm: RMSNorm over head_dim of each head's query and key, before their rotation
     latent: null for attention with keys and values of their own; moe: null for a dense model
@@ -79,7 +82,7 @@ class Model:
     init_std: standard deviation of the initial weights; residual outputs are scaled by 1 / sqrt(2 x layers)
     """
 
-    name: str
+    name: Name
     family: Literal["decoder"]
     layers: Size
     embed: Size
@@ -88,6 +91,7 @@ class Model:
     head_dim: Size
     mlp: Size
     vocab: Annotated[int, Field(ge=2)]
+    vocab_multiple: Size
     norm: Literal["rms", "layer"]
     norm_eps: Positive
     positions: Literal["rope", "learned"]
@@ -101,6 +105,11 @@ class Model:
     latent: Latent | None
     moe: Moe | None
     init_std: Positive
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding and columns of the head."""
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def residual_std(self) -> float:

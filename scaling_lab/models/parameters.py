@@ -48,6 +48,7 @@ class Parameter:
     shape: global shape; the layer stack is dim 0 of every parameter whose first axis is `layers`
     axes: a logical axis per dim, or None for a dim that is never split
     init: `normal` (mean 0, standard deviation `std`), `ones` or `zeros`
+    used: the shape without padding, where a dim is padded at its end; padding is zero at first and never takes part
     """
 
     name: str
@@ -56,14 +57,20 @@ class Parameter:
     role: Role
     init: Init
     std: float = 0.0
+    used: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), self
 
     @property
+    def used_shape(self) -> tuple[int, ...]:
+        """The shape without padding."""
+        return self.shape if self.used is None else self.used
+
+    @property
     def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+        """Number of elements, without padding."""
+        return math.prod(self.used_shape)
 
     @property
     def stacked(self) -> bool:

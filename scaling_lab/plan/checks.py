@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from scaling_lab.errors import ConfigError, PlanError
+from scaling_lab.models.model import Model
 from scaling_lab.models.parameters import Parameter
 from scaling_lab.plan import roles as reading
 from scaling_lab.plan.experiment import Experiment
@@ -16,6 +17,13 @@ from scaling_lab.plan.sizes import ACTIVATIONS
 
 #: Rows that a mesh axis may split in weights and activations alike: tensor parallelism.
 TENSOR_ROWS = ("heads", "kv_heads", "mlp", "vocab")
+
+
+#: Keys that one backend has, with their usual values; null in the other.
+BACKEND_KEYS: dict[str, dict[str, bool | str]] = {
+    "jax": {"scan_layers": True, "partitioner": "shardy"},
+    "torch": {"compile": False, "reshard_after_forward": True, "data_parallel": "buckets"},
+}
 
 
 def check_model(experiment: Experiment) -> None:
@@ -28,6 +36,8 @@ def check_model(experiment: Experiment) -> None:
 def _model_faults(experiment: Experiment) -> Iterator[str]:
     model, workload = experiment.model, experiment.workload
     yield from _unused_keys(experiment)
+    yield from _mixture_faults(experiment)
+    yield from _latent_faults(model)
     if model.heads % model.kv_heads:
         fitting = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
         near = min(fitting, key=lambda n: abs(n - model.kv_heads))
@@ -46,12 +56,19 @@ def _model_faults(experiment: Experiment) -> Iterator[str]:
 def _unused_keys(experiment: Experiment) -> Iterator[str]:
     """Keys that say something to whoever would not listen."""
     backend, optimizer = experiment.backend, experiment.workload.optimizer
-    if backend.name == "torch" and backend.scan_layers is not None:
-        yield f"backend.scan_layers={_yaml(backend.scan_layers)} is for backend=jax; torch does not scan. Set backend.scan_layers=null."
+    if backend.name == "torch" and backend.processes != "per_device":
+        yield f"backend.processes={backend.processes}: a torch process drives one device. Set backend.processes=per_device."
     if backend.name == "torch" and backend.xla_flags:
         yield "backend.xla_flags is for backend=jax; torch has no XLA. Set backend.xla_flags=[]."
-    if backend.name == "jax" and backend.compile is not None:
-        yield f"backend.compile={_yaml(backend.compile)} is for backend=torch; JAX always compiles the step. Set backend.compile=null."
+    for owner, keys in BACKEND_KEYS.items():
+        for key, usual in keys.items():
+            value = getattr(backend, key)
+            if backend.name == owner and value is None:
+                yield f"backend.{key} is null: {owner} needs it. Set backend.{key}={_yaml(usual)}."
+            if backend.name != owner and value is not None:
+                yield (
+                    f"backend.{key}={_yaml(value)} is for backend={owner}; {backend.name} has no use for it. Set backend.{key}=null."
+                )
     if optimizer.name == "adamw" and optimizer.momentum:
         yield (
             f"workload.optimizer.momentum={optimizer.momentum} is for workload.optimizer.name=sgd; AdamW has "
@@ -59,13 +76,57 @@ def _unused_keys(experiment: Experiment) -> Iterator[str]:
         )
 
 
-def _yaml(value: bool) -> str:
-    return str(value).lower()
+def _yaml(value: bool | str) -> str:
+    return value if isinstance(value, str) else str(value).lower()
+
+
+def _mixture_faults(experiment: Experiment) -> Iterator[str]:
+    model, moe, sequence = experiment.model, experiment.model.moe, experiment.workload.sequence
+    if moe is None:
+        return
+    if moe.experts_per_token > moe.experts:
+        yield (
+            f"model.moe.experts_per_token={moe.experts_per_token} is more than model.moe.experts={moe.experts}. "
+            f"Set model.moe.experts_per_token={moe.experts}."
+        )
+    if moe.dense_layers >= model.layers:
+        yield (
+            f"model.moe.dense_layers={moe.dense_layers} leaves no layer of model.layers={model.layers} with experts. "
+            f"Set model.moe.dense_layers={model.layers - 1}, or model.moe=null."
+        )
+    if model.bias:
+        yield "model.bias=true: experts have no biases. Set model.bias=false."
+    if moe.capacity_factor is not None and moe.capacity_factor * moe.experts_per_token >= moe.experts:
+        yield (
+            f"model.moe.capacity_factor={moe.capacity_factor}: an expert would have room for all {sequence} tokens of a sequence. "
+            f"Set model.moe.capacity_factor=null, which drops none."
+        )
+
+
+def _latent_faults(model: Model) -> Iterator[str]:
+    latent = model.latent
+    if latent is None:
+        return
+    if model.positions != "rope":
+        yield f"model.latent needs rotary positions, not model.positions={model.positions}. Set model.positions=rope."
+    if model.bias:
+        yield "model.bias=true: latent attention has no biases. Set model.bias=false."
+    if model.qk_norm:
+        yield "model.qk_norm=true: latent attention has norms of its own. Set model.qk_norm=false."
+    if latent.rope_dim % 2:
+        yield f"model.latent.rope_dim={latent.rope_dim} is odd. Set model.latent.rope_dim={latent.rope_dim + 1}."
+    if model.kv_heads != model.heads:
+        yield f"model.kv_heads={model.kv_heads}: latent attention has as many as heads. Set model.kv_heads={model.heads}."
+    if model.head_dim != latent.nope_dim + latent.rope_dim:
+        yield (
+            f"model.head_dim={model.head_dim} is not nope_dim + rope_dim of model.latent. "
+            f"Set model.head_dim={latent.nope_dim + latent.rope_dim}."
+        )
 
 
 def _rotary_faults(experiment: Experiment) -> Iterator[str]:
     model = experiment.model
-    if model.head_dim % 2:
+    if model.head_dim % 2 and model.latent is None:
         yield f"model.head_dim={model.head_dim} is odd: rotary positions turn pairs. Set model.head_dim={model.head_dim + 1}."
     if model.max_sequence is not None:
         yield f"model.max_sequence={model.max_sequence} has no meaning with model.positions=rope. Set model.max_sequence=null."
@@ -99,6 +160,8 @@ def check_axes(parameters: tuple[Parameter, ...], rules: Rules, mesh: Mesh, role
     ]
     faults += [fault for p in parameters if (fault := _scattered(p, rules, mesh))]
     faults += [fault for axis in mesh.real_axes for fault in _row_faults(axis, rules)]
+    if any("experts" in p.axes for p in parameters):
+        faults += [fault for axis in mesh.real_axes for fault in _expert_faults(axis, rules)]
     if faults:
         raise PlanError("the sharding table cannot lay out:\n" + "\n".join(f"  {fault}" for fault in faults))
 
@@ -116,7 +179,7 @@ def _check_idle(rules: Rules, mesh: Mesh, roles: dict[str, tuple[str, ...]]) -> 
 
 
 def _check_implemented(roles: dict[str, tuple[str, ...]]) -> None:
-    known = {reading.DATA, reading.FSDP, reading.TENSOR, reading.REPEATED, reading.SEQUENCE, reading.CONTEXT}
+    known = {reading.DATA, reading.FSDP, reading.TENSOR, reading.REPEATED, reading.SEQUENCE, reading.CONTEXT, reading.EXPERT}
     for axis, axis_roles in roles.items():
         unknown = [role for role in axis_roles if role not in known]
         if unknown:
@@ -171,6 +234,26 @@ def _row_faults(axis: str, rules: Rules) -> Iterator[str]:
     if axis in acts["residual_sequence"] and not any(axis in acts[row] for row in ("heads", "mlp")):
         yield f"sharding.activations.residual_sequence: {axis} splits nothing inside a block, which would be repeated; write []"
     yield from _column_faults(axis, rules)
+
+
+def _expert_faults(axis: str, rules: Rules) -> Iterator[str]:
+    """An axis that splits the experts divides the tokens of the dense layers, and not those sent to its experts."""
+    acts = rules.activations
+    stored, computed = axis in rules.weights["experts"], axis in acts["experts"]
+    if stored != computed:
+        has, lacks = ("weights", "activations") if stored else ("activations", "weights")
+        yield f"sharding.{has}.experts names {axis}, sharding.{lacks}.experts does not: name it in both or in neither"
+    if computed and axis not in acts["batch"]:
+        yield (
+            f"sharding.activations.experts names {axis}, sharding.activations.batch does not: the dense layers would repeat "
+            f"their work on it; name it in batch too"
+        )
+    if (axis in acts["expert_batch"]) != (axis in acts["batch"] and not computed):
+        right = [name for name in acts["batch"] if name not in acts["experts"]]
+        yield (
+            f"sharding.activations.expert_batch must name the axes of batch that do not split the experts; write "
+            f"[{', '.join(right)}]"
+        )
 
 
 def _column_faults(axis: str, rules: Rules) -> Iterator[str]:

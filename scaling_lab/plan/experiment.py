@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from scaling_lab.models.model import STRICT, Count, Model, Positive, Size
+from scaling_lab.models.model import STRICT, Count, Model, Name, Positive, Size
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 #: A decay rate: 1 would never forget, and AdamW divides by 1 - rate.
@@ -26,7 +26,7 @@ class MeshConfig:
     hosts: null for as many as `devices_per_host`, else the hardware's, makes; one where neither is known
     """
 
-    name: str
+    name: Name
     pipeline: Size | None
     data: Size | None
     expert: Size | None
@@ -43,7 +43,7 @@ class MeshConfig:
 class ShardingConfig:
     """The sharding table. `gradients` and `optimizer` hold only the rows that differ from `weights`."""
 
-    name: str
+    name: Name
     weights: Rows
     activations: Rows
     gradients: Rows
@@ -101,9 +101,12 @@ class Context:
 
 @dataclass(frozen=True, config=STRICT)
 class Workload:
-    """global_batch: rows per optimizer step; accumulation: microbatches it is split into; seed: of the parameters."""
+    """global_batch: rows per optimizer step; accumulation: microbatches it is split into; seed: of the parameters.
 
-    name: str
+    loss_chunks: parts of a device's sequence whose logits are made and used one after the other, never kept; 1: all at once
+    """
+
+    name: Name
     global_batch: Size
     sequence: Size
     steps: Count
@@ -111,6 +114,7 @@ class Workload:
     accumulation: Size
     seed: Count
     remat: Literal["none", "dots", "full"]
+    loss_chunks: Size
     context: Context
     precision: Precision
     optimizer: Optimizer
@@ -147,7 +151,9 @@ class DataConfig:
 class BackendConfig:
     """processes: how many worker processes a host gets. Keys below it belong to one backend and are null in the other.
 
-    scan_layers (jax): one scanned layer body instead of an unrolled stack; compile (torch): torch.compile each layer
+    scan_layers (jax): one scanned layer body instead of an unrolled stack; partitioner (jax): which of XLA's splits the program
+    compile (torch): torch.compile each layer; reshard_after_forward (torch): FSDP frees a gathered layer until its backward pass
+    data_parallel (torch): who sums the gradients of whole weights, `buckets` of the lab's or `ddp`, torch's own wrapper
     attention: `fused` is the lab's or the library's fused kernel, `plain` is softmax written out
     """
 
@@ -155,7 +161,10 @@ class BackendConfig:
     processes: Literal["per_host", "per_device"]
     attention: Literal["fused", "plain"]
     scan_layers: bool | None
+    partitioner: Literal["shardy", "gspmd"] | None
     compile: bool | None
+    reshard_after_forward: bool | None
+    data_parallel: Literal["buckets", "ddp"] | None
     environment: dict[str, str]
     xla_flags: tuple[str, ...]
 
@@ -170,7 +179,7 @@ class HardwareConfig:
     both one way, per device, 10^9 bytes/s
     """
 
-    name: str
+    name: Name
     platform: Literal["auto", "cpu", "gpu", "tpu"]
     memory_gib: Positive | None
     peak_bf16_tflops: Positive | None

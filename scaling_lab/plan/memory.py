@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from scaling_lab.models import decoder
+from scaling_lab.models.model import Model
 from scaling_lab.models.parameters import Parameter
 from scaling_lab.plan.experiment import Experiment
 from scaling_lab.plan.layout import Layout
@@ -73,13 +75,15 @@ def _local(plan: Placed, layout: Layout, mesh: Mesh) -> int:
 
 
 def _gathered(experiment: Experiment, plans: tuple[Placed, ...], mesh: Mesh) -> int:
-    compute = DTYPE_BYTES[experiment.workload.precision.compute]
-    layers = experiment.model.layers
-    size = 0
+    """One layer at a time, the larger of the stacks' layers, and what lies outside them."""
+    sizes: dict[str, int] = {}
     for plan in plans:
         if plan.compute != plan.weights:
-            size += _local(plan, plan.compute, mesh) // (layers if plan.parameter.stacked else 1)
-    return compute * size
+            where = plan.parameter.name.split(".")[0] if plan.parameter.stacked else ""
+            layers = plan.parameter.shape[0] if plan.parameter.stacked else 1
+            sizes[where] = sizes.get(where, 0) + _local(plan, plan.compute, mesh) // layers
+    outside = sizes.pop("", 0)
+    return DTYPE_BYTES[experiment.workload.precision.compute] * (outside + max(sizes.values(), default=0))
 
 
 def activation_bytes(experiment: Experiment, rules: Rules, mesh: Mesh) -> int:
@@ -87,8 +91,9 @@ def activation_bytes(experiment: Experiment, rules: Rules, mesh: Mesh) -> int:
 
     Per layer: the residual stream twice and, by `workload.remat`, `none`: both norms' outputs, queries, keys, values, attention
     output, and the mlp's hidden values (three for a gated one, two else), fused attention keeping no scores; `dots`: outputs of
-    products only; `full`: nothing more. Outside: logits and their gradient in float32. After Korthikanti et al. 2022
-    (arXiv 2205.05198), section 4, without dropout and with fused attention.
+    products only; `full`: nothing more. Outside: logits and their gradient in float32, of one loss chunk. After Korthikanti et al. 2022
+    (arXiv 2205.05198), section 4, without dropout and with fused attention. Experts: as if their tokens were spread evenly over
+    the devices, each token's input and output once for each of its experts.
     """
     model, workload = experiment.model, experiment.workload
     rows, sequence = workload.global_batch // workload.accumulation, workload.sequence
@@ -101,11 +106,24 @@ def activation_bytes(experiment: Experiment, rules: Rules, mesh: Mesh) -> int:
 
     residual = local(residual_sequence=0, embed=model.embed)
     inside = local(embed=model.embed)
-    query = local(heads=model.heads, head_dim=model.head_dim)
+    attention = _attention_size(model, local)
+    size = 0
+    for stack, layers in decoder.stacks(model).items():
+        mixture = model.moe if stack == "layers" else None
+        width = mixture.expert_mlp * (mixture.experts_per_token + mixture.shared_experts) if mixture else model.mlp
+        hidden = local(mlp=width)
+        sent = 2 * mixture.experts_per_token * inside if mixture else 0
+        products = attention + (2 if model.activation == "swiglu" else 1) * hidden + sent
+        per_layer = {"full": residual, "dots": 2 * residual + products, "none": 2 * residual + 2 * inside + products + hidden}
+        size += len(layers) * per_layer[workload.remat]
+    logits = 2 * 4 * local(vocab=model.padded_vocab) // workload.loss_chunks
+    return DTYPE_BYTES[workload.precision.compute] * size + logits
+
+
+def _attention_size(model: Model, local: Callable[..., int]) -> int:
+    """Elements of queries, keys, values and attention output of one layer."""
+    if model.latent:
+        query, value = model.latent.nope_dim + model.latent.rope_dim, model.latent.value_dim
+        return 2 * local(heads=model.heads, head_dim=query) + 2 * local(heads=model.heads, head_dim=value)
     keys_values = 2 * local(kv_heads=model.kv_heads, head_dim=model.head_dim)
-    hidden = local(mlp=model.mlp)
-    gated = model.activation == "swiglu"
-    products = query + keys_values + query + (2 if gated else 1) * hidden
-    per_layer = {"full": residual, "dots": 2 * residual + products, "none": 2 * residual + 2 * inside + products + hidden}
-    logits = 2 * 4 * local(vocab=model.vocab)
-    return DTYPE_BYTES[workload.precision.compute] * model.layers * per_layer[workload.remat] + logits
+    return 2 * local(heads=model.heads, head_dim=model.head_dim) + keys_values

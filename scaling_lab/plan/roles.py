@@ -42,7 +42,7 @@ def _token_role(axis: str, rules: Rules) -> str:
 
     Sequence parallel (Megatron's) where it divides the sequence only between blocks. The gradient is summed in each case.
     """
-    if axis in (*rules.activations["batch"], *rules.activations["expert_batch"]):
+    if axis in rules.activations["batch"]:
         return DATA
     return CONTEXT if axis in rules.activations["sequence"] else SEQUENCE
 

@@ -15,8 +15,9 @@ from scaling_lab.plan.experiment import MESH_AXES, Rows, ShardingConfig
 from scaling_lab.plan.layout import Layout
 from scaling_lab.plan.mesh import Mesh
 
-#: Rows of activations over which the tokens of a batch are divided: nothing else divides the work by examples.
-TOKEN_ROWS = ("batch", "sequence", "residual_sequence", "expert_batch")
+#: Rows of activations over which the tokens of a batch are divided: nothing else divides the work by examples. (`expert_batch`
+#: says how tokens lie that are with their experts: a part of what `batch` has divided.)
+TOKEN_ROWS = ("batch", "sequence", "residual_sequence")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ device i of n holds chunks i and 2n - 1 - i of 2n (zigzag), one cheap and one de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -65,7 +66,15 @@ def faults(experiment: Experiment, rules: Rules, mesh: Mesh) -> Iterator[str]:
     """Why the sequence does not split beyond its plain division, which `plan.sizes` checks; nothing where it does."""
     axes = _axes(rules, mesh)
     parts, workload, model = mesh.split(axes), experiment.workload, experiment.model
-    if parts == 1 or workload.sequence % parts:
+    if workload.sequence % parts:
+        return
+    if workload.sequence // parts % workload.loss_chunks:
+        local = workload.sequence // parts
+        yield (
+            f"workload.loss_chunks={workload.loss_chunks} does not divide the {local} tokens of a row on a device. "
+            f"Set workload.loss_chunks={math.gcd(local, workload.loss_chunks)}."
+        )
+    if parts == 1:
         return
     sizes = " x ".join(f"mesh.{axis}={mesh.size(axis)}" for axis in axes)
     if workload.context.strategy == "all_to_all":

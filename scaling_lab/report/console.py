@@ -44,6 +44,8 @@ def open_console(file: TextIO | None = None) -> Console:
     file = sys.stdout if file is None else file
     if file is None:  # standard output was closed before the start
         return LastingConsole(quiet=True)
+    if hasattr(file, "reconfigure"):
+        file.reconfigure(errors="replace")  # a name may hold what the terminal's encoding does not
     if file.isatty():
         return LastingConsole(file=file, highlight=False)
     return LastingConsole(file=file, highlight=False, force_terminal=False, no_color=True, color_system=None, width=PLAIN_WIDTH)

@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from scaling_lab.models import decoder
 from scaling_lab.plan.experiment import Experiment
 from scaling_lab.plan.plan import Plan
 from scaling_lab.report.drawing import draw_mesh
@@ -69,7 +70,7 @@ def number_lines(experiment: Experiment, plan: Plan) -> list[tuple[str, str]]:
     tokens = workload.global_batch * workload.sequence
     per_step = plan.flops_per_token * tokens
     return [
-        ("parameters", f"{count(plan.parameter_count)} ({workload.precision.params})"),
+        ("parameters", _parameters(experiment, plan)),
         ("bytes per device", _bytes(plan)),
         ("hardware", _hardware(experiment, plan)),
         ("batch", _batch(plan)),
@@ -79,6 +80,16 @@ def number_lines(experiment: Experiment, plan: Plan) -> list[tuple[str, str]]:
         ("processes", f"{plan.processes} x {plural(plan.devices_per_process, 'device')} ({experiment.backend.processes})"),
         ("steps", _steps(experiment)),
     ]
+
+
+def _parameters(experiment: Experiment, plan: Plan) -> str:
+    text = f"{count(plan.parameter_count)} ({experiment.workload.precision.params})"
+    padded = sum(math.prod(p.parameter.shape) for p in plan.parameters)
+    if padded > plan.parameter_count:
+        text += f", {count(padded)} with the vocabulary padded to {count(experiment.model.padded_vocab)}"
+    if experiment.model.moe is None:
+        return text
+    return f"{text}, of which a token uses {count(decoder.active_size(experiment.model))}"
 
 
 def _bytes(plan: Plan) -> str:
@@ -105,13 +116,13 @@ def _batch(plan: Plan) -> str:
 def _flops(experiment: Experiment, plan: Plan) -> str:
     """6 per multiplied parameter, and full attention; see `models.decoder.flops_per_token`."""
     model, sequence = experiment.model, experiment.workload.sequence
-    attention = 12 * model.layers * model.heads * model.head_dim * sequence
-    multiplied = (plan.flops_per_token - attention) / 6
-    if not math.isclose(multiplied, round(multiplied)):
-        return f"{scaled(plan.flops_per_token)} (half of the attention: {scaled(plan.flops_per_token_causal)})"
+    sizes = f"{model.head_dim}"
+    if model.latent:
+        sizes = f"({model.latent.nope_dim + model.latent.rope_dim} + {model.latent.value_dim}) / 2"
+    active = "multiplied" if model.moe is None else "multiplied (active)"
     arithmetic = (
-        f"6 x {count(multiplied)} multiplied parameters + 12 x {model.layers} layers x {model.heads} heads x {model.head_dim} "
-        f"x {sequence} tokens"
+        f"6 x {count(decoder.multiplied_size(model))} {active} parameters + 12 x {model.layers} layers x {model.heads} heads x "
+        f"{sizes} x {sequence} tokens"
     )
     return f"{arithmetic} = {scaled(plan.flops_per_token)} (half of the attention: {scaled(plan.flops_per_token_causal)})"
 

@@ -89,7 +89,7 @@ def _error(error: BaseException | None) -> dict[str, str] | None:
     if isinstance(error, LabError):
         return {"kind": error.kind, "message": str(error)}
     if isinstance(error, KeyboardInterrupt):
-        return {"kind": "interrupted", "message": "interrupted"}
+        return {"kind": getattr(error, "kind", "interrupted"), "message": str(error) or "interrupted"}
     return {"kind": "internal", "message": f"{type(error).__name__}: {error}"}
 
 

@@ -48,3 +48,10 @@ def test_torch_on_a_new_table_equals_one_device_in_jax(name, torch_pool):
     table, changes = TABLES[name]
     outcome = torch_pool(config("llama", table, "torch", **changes), ragged_batches())
     assert differences(outcome, reference("llama")) == []
+
+
+@pytest.mark.xdist_group("jax_llama")
+@pytest.mark.parametrize("table", ["fsdp_tensor_sequence", "context"])
+def test_the_older_partitioner_gives_the_same_numbers(table):
+    outcome = run_jax(config("llama", table, "jax", **{"backend.partitioner": "gspmd"}), ragged_batches())
+    assert differences(outcome, reference("llama")) == []

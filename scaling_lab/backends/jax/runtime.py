@@ -23,6 +23,7 @@ from scaling_lab.plan.plan import Plan
 def join(job: Job) -> Mesh:
     """Meet the other processes and build the plan's mesh. Raises WorkerError where the devices are not those planned."""
     _configure(job.plan)
+    jax.config.update("jax_use_shardy_partitioner", job.experiment.backend.partitioner == "shardy")
     if job.plan.processes > 1:
         _initialize(job)
     devices = _devices(job.plan)

@@ -1,9 +1,9 @@
 """Causal self-attention, in two forms with one meaning: `plain` (softmax written out) and `fused` (torch's own kernel).
 
 Softmax is in float32 whatever the compute dtype. Must not know meshes or layouts.
-Shapes: query [batch, sequence, heads, head_dim]; key, value [batch, sequence, kv_heads, head_dim]; heads = kv_heads x group, query
-head h reading key head h // group; documents [batch, sequence]: numbers of the documents packed in a row, or None.
-The result is shaped as the query.
+Shapes: query [batch, sequence, heads, head_dim]; key [batch, sequence, kv_heads, head_dim]; value alike, or with a head_dim of
+its own; heads = kv_heads x group, query head h reading key head h // group; documents [batch, sequence]: numbers of the
+documents packed in a row, or None. The result is shaped as the query, with the value's head_dim.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ def plain(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = 
 
 def fused(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
     """The same through `scaled_dot_product_attention`, which never keeps the scores."""
-    grouped = query.shape[2] != key.shape[2]
+    grouped, size = query.shape[2] != key.shape[2], value.shape[3]
+    if size < query.shape[3]:  # torch's fastest kernels want them as wide as the queries
+        value = F.pad(value, (0, query.shape[3] - size))
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # (batch, heads, sequence, head_dim)
     if documents is None:
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
     else:
         mask = seen(query.shape[2], documents, query.device)[:, None]
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
-    return mixed.transpose(1, 2)
+    return mixed.transpose(1, 2)[..., :size]

@@ -25,6 +25,11 @@ def reduce_scatter(every: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_to_all(every: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Row r of `every` [group, ...] goes to rank r; row r of the result came from it."""
-    came = every.new_empty(every.shape)
-    dist.all_to_all_single(came, every.contiguous(), group=group)
+    return exchange(every, [1] * group.size(), [1] * group.size(), group)
+
+
+def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """The first `sent[0]` rows go to rank 0, the next `sent[1]` to rank 1 and so on; the result holds what came from each in turn."""
+    came = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(came, rows.contiguous(), received, sent, group=group)
     return came

@@ -3,8 +3,8 @@
 `gather` brings all keys and values to every process, `ring` passes them round, and both visit one process's part at a time with an
 online softmax, so that scores of a part at most exist at once; `all_to_all` exchanges parts of the sequence for parts of the heads. Owns
 this communication in both passes; must not know the model's equations. Where each token is stored: `plan.sequence`.
-Shapes as in `attention`, of a process's own part; inside, query b k g t d, key and value b k t d, statistics b k g t 1 (float32),
-documents b t 1: the sequence is always the last dim but one.
+Shapes as in `attention`, of a process's own part; inside, query b k g t d, keys b k t c (key and value side by side), statistics
+b k g t 1 (float32), documents b t 1: the sequence is always the last dim but one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scaling_lab.backends.torch.collectives import all_gather, all_to_all, reduc
 from scaling_lab.backends.torch.sharding import Placement
 
 Found = tuple[Tensor, Tensor]
-#: Of a part: its keys and values, stacked, and the documents of its tokens, if rows are packed.
+#: Of a part: its keys and values side by side, and the documents of its tokens, if rows are packed.
 Part = tuple[Tensor, Tensor | None]
 
 
@@ -46,8 +46,10 @@ class How:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None, *, form: str, on: Placement) -> Tensor:
-    """Causal attention over the whole sequence, of this process's own part of the queries."""
+    """Causal attention over the whole sequence, in parts or not, of this process's own part of the queries."""
     split = on.plan.sequence
+    if split.parts == 1:
+        return attention.attend(query, key, value, documents, form=form)
     how = How(on.group(split.axes), split.zigzag, split.strategy == "gather")
     if split.strategy == "all_to_all":
         return _over_heads(query, key, value, documents, form=form, group=how.group)
@@ -55,6 +57,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None =
     numbers = None if documents is None else documents[..., None]
     mixed = _Around.apply(q, key.transpose(1, 2), value.transpose(1, 2), numbers, how)
     return mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def whole_rows(numbers: Tensor, on: Placement) -> Tensor:
+    """Of each of this process's tokens (b, t, ...) -> of all tokens of its rows, in the text's order. For what has no gradient."""
+    split = on.plan.sequence
+    if split.parts == 1:
+        return numbers
+    stored = torch.cat(all_gather(numbers, on.group(split.axes)).unbind(), dim=1)
+    return stored[:, torch.tensor(split.positions, device=numbers.device).argsort()]
 
 
 def _over_heads(
@@ -89,12 +100,12 @@ def _exchanged(x: Tensor, cut: int, joined: int, group: dist.ProcessGroup) -> Te
 
 
 class _Around(torch.autograd.Function):
-    """query (b, k, g, t, d), key and value (b, k, t, d), documents (b, t, 1) or None -> as query."""
+    """query (b, k, g, t, d), key (b, k, t, d), value (b, k, t, v), documents (b, t, 1) or None -> (b, k, g, t, v)."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, how: How) -> Tensor:
         """Keys and values of one part after the other."""
-        asking, sent = (query, documents), (torch.stack([key, value]), documents)
+        asking, sent = (query, documents), (torch.cat([key, value], dim=-1), documents)
         found = _block(asking, sent, causal=True)
         for source, visiting in _visitors(how, sent):
             found = _extended(how, asking, found, source, visiting)
@@ -116,8 +127,8 @@ class _Around(torch.autograd.Function):
             more, theirs = _extended_gradients(how, asking, source, visiting)
             d_query += more
             home.add(source, theirs)
-        d_key, d_value = home.collected()
-        return d_query.to(query.dtype), d_key.to(keys.dtype), d_value.to(keys.dtype), None, None
+        d_key, d_value = _parted(home.collected().to(keys.dtype), query)
+        return d_query.to(query.dtype), d_key, d_value, None, None
 
 
 def _visitors(how: How, own: Part) -> Iterator[tuple[int, Part]]:
@@ -174,7 +185,7 @@ class _Home:
         self._travelling = _Passing(self._how, gradient)
 
     def collected(self) -> Tensor:
-        """This process's own keys' and values' gradients, stacked."""
+        """The gradient of this process's own keys and values."""
         if self._sums is not None:
             return self._own + reduce_scatter(self._sums, self._how.group)
         return self._own if self._travelling is None else self._own + self._travelling.wait()
@@ -226,7 +237,8 @@ def _weights(scores: Tensor, normaliser: Tensor) -> Tensor:
 
 def _block(asking: tuple[Any, ...], visiting: Part, *, causal: bool = False) -> Found:
     """Attention to these keys alone, float32, and its logsumexp."""
-    (query, of_query), ((key, value), of_key) = asking, visiting
+    (query, of_query), (keys, of_key) = asking, visiting
+    key, value = _parted(keys, query)
     scores = _scores(query, key, of_query, of_key, causal=causal)
     normaliser = scores.logsumexp(dim=-1, keepdim=True)
     weights = _weights(scores, normaliser).to(query.dtype)
@@ -254,12 +266,19 @@ def _extended_gradients(how: How, asking: tuple[Any, ...], source: int, visiting
 
 
 def _block_gradients(asking: tuple[Any, ...], visiting: Part, *, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Dao 2022 (arXiv 2205.14135), appendix B.2, of one block, float32: of queries, and of keys and values stacked."""
-    (query, gradient, normaliser, shared, of_query), ((key, value), of_key) = asking, visiting
+    """Dao 2022 (arXiv 2205.14135), appendix B.2, of one block, float32: of queries, and of keys and values."""
+    (query, gradient, normaliser, shared, of_query), (keys, of_key) = asking, visiting
+    key, value = _parted(keys, query)
     weights = _weights(_scores(query, key, of_query, of_key, causal=causal), normaliser)
     d_weights = torch.einsum("bkgtd,bksd->bkgts", gradient, value).float()
     d_scores = (weights * (d_weights - shared) * query.shape[-1] ** -0.5).to(query.dtype)
     d_query = torch.einsum("bkgts,bksd->bkgtd", d_scores, key).float()
     d_key = torch.einsum("bkgts,bkgtd->bksd", d_scores, query).float()
     d_value = torch.einsum("bkgts,bkgtd->bksd", weights.to(query.dtype), gradient).float()
-    return d_query, torch.stack([d_key, d_value])
+    return d_query, torch.cat([d_key, d_value], dim=-1)
+
+
+def _parted(keys: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value that lie side by side; a key is as long as a query."""
+    key, value = keys.split([query.shape[-1], keys.shape[-1] - query.shape[-1]], dim=-1)
+    return key, value

@@ -1,11 +1,15 @@
 """FSDP2: which units store their weights in parts and gather them before use. Must not know what a unit computes.
 
-A unit is a layer, or what lies outside the layers. One `fully_shard` per unit, on a mesh of one dim (the axes that store it) or
-of two (those that keep copies of it, those that store it): wrapping twice is refused by torch, or silently wrong. A parameter without
-an FSDP row is left to `reduce`, which sums its gradient.
+A unit is a layer, or what lies outside the layers. Where modules that a layer names (its experts) are stored over other axes than its
+rest, or their copies lie elsewhere, each is a unit of its own, wrapped before the layer. One `fully_shard` per unit, on a mesh of
+one dim (the axes that store it) or of two (those that keep copies of it, those that store it): wrapping twice is refused by torch,
+or silently wrong. A parameter without an FSDP row is left to `reduce`, which sums its gradient.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,22 +21,54 @@ from scaling_lab.backends.torch.weights import Piece, pieces_of
 from scaling_lab.errors import PlanError
 from scaling_lab.plan.plan import ParameterPlan
 
+#: The axes that store a parameter, and those that keep copies of it.
+Ways = tuple[tuple[str, ...], tuple[str, ...]]
 
-def wrap(root: nn.Module, layers: nn.ModuleList, on: Placement) -> bool:
-    """Store the weights of the layers and of what is outside them as the plan says. False where no weight is stored in parts."""
+
+class Layer(Protocol):
+    """What a layer says of itself."""
+
+    def apart(self) -> tuple[nn.Module, ...]:
+        """Its modules whose weights may lie on other axes than the rest."""
+        ...
+
+
+def wrap(root: nn.Module, layers: Sequence[Layer], on: Placement, *, reshard: bool) -> bool:
+    """Store the weights of the layers and of what is outside them as the plan says. False where no weight is stored in parts.
+
+    reshard: free each gathered layer but the last after its forward pass, and gather it again for the backward one
+    """
     stored = {piece.parameter: piece for piece in pieces_of(root, on) if piece.planned.fsdp_axes}
     ignored = {piece.parameter for piece in pieces_of(root, on)} - stored.keys()
     if not stored:
         return False
+    last = set(_units(layers[-1], stored, on))
     taken: set[nn.Parameter] = set()
-    for unit in (*layers, root):
+    for unit in (*(unit for layer in layers for unit in _units(layer, stored, on)), root):
         own = [p for p in unit.parameters() if p in stored and p not in taken]
         if own or unit is root:
             # The last layer's weights are wanted again as soon as the backward pass begins.
-            keep = unit is layers[-1] or unit is root
-            _wrap_unit(unit, {p: stored[p] for p in own}, ignored, on, keep=keep)
+            _wrap_unit(unit, {p: stored[p] for p in own}, ignored, on, keep=not reshard or unit in last or unit is root)
         taken.update(own)
     return True
+
+
+def _units(layer: Layer, stored: Mapping[nn.Parameter, Piece], on: Placement) -> Iterator[nn.Module]:
+    """The layer, and before it those of its modules that need another mesh."""
+    assert isinstance(layer, nn.Module)
+    for module in layer.apart():
+        own = set(module.parameters())
+        if _ways(own, stored, on).keys() != _ways(set(layer.parameters()) - own, stored, on).keys():
+            yield module
+    yield layer
+
+
+def _ways(parameters: Iterable[nn.Parameter], stored: Mapping[nn.Parameter, Piece], on: Placement) -> dict[Ways, str]:
+    """How those of the parameters that are stored in parts are stored, with a parameter's name as an example of each."""
+    ways: dict[Ways, str] = {}
+    for piece in (stored[p] for p in parameters if p in stored):
+        ways.setdefault((piece.planned.fsdp_axes, copied_axes(piece.planned, on)), piece.name)
+    return ways
 
 
 def _wrap_unit(
@@ -68,9 +104,7 @@ def copied_axes(planned: ParameterPlan, on: Placement) -> tuple[str, ...]:
 
 def _mesh(stored: dict[nn.Parameter, Piece], on: Placement) -> DeviceMesh:
     """The mesh of a unit. Raises PlanError where its parameters would need several."""
-    ways: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
-    for piece in stored.values():
-        ways.setdefault((piece.planned.fsdp_axes, copied_axes(piece.planned, on)), piece.name)
+    ways = _ways(stored, stored, on)
     if len(ways) > 1:
         listed = "; ".join(f"{name} over {list(axes)} with copies over {list(copies)}" for (axes, copies), name in ways.items())
         raise PlanError(

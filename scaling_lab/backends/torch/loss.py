@@ -16,20 +16,32 @@ from scaling_lab.backends.torch.sharding import part_start
 IGNORED = -100
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor, vocab: int) -> Tensor:
     """Sum over labels that are not IGNORED of logsumexp(logits) - logits[label]: a float32 scalar of this process's rows.
 
-    logits: [batch, sequence, vocab], whole or split over the vocabulary; labels: int64 [batch, sequence].
+    logits: [batch, sequence, padded vocab], whole or split over the vocabulary; those from `vocab` on never take part.
+    labels: int64 [batch, sequence].
     """
     if not isinstance(logits, DTensor):
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(
+            logits[..., :vocab].flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
     split = [axis for axis, placement in enumerate(logits.placements) if placement.is_shard(2)]
     if not split:
-        return cross_entropy_sum(logits.to_local(), labels)
+        return cross_entropy_sum(logits.to_local(), labels, vocab)
     names = tuple(logits.device_mesh.mesh_dim_names or ())
     group = logits.device_mesh[tuple(names[axis] for axis in split)]
     start = part_start(logits, 2)
-    return _SplitCrossEntropy.apply(logits.to_local().flatten(0, 1).float(), labels.flatten(), start, group)
+    local = _without_padding(logits.to_local().flatten(0, 1).float(), vocab - start)
+    return _SplitCrossEntropy.apply(local, labels.flatten(), start, group)
+
+
+def _without_padding(logits: Tensor, used: int) -> Tensor:
+    """The columns from `used` on so low that no softmax gives them anything; finite, as a process may have no other."""
+    if used >= logits.shape[1]:
+        return logits
+    padding = torch.arange(logits.shape[1], device=logits.device) >= used
+    return logits.masked_fill(padding, torch.finfo(logits.dtype).min / 2)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from scaling_lab.backends.torch.collectives import all_gather, reduce_scatter
 from scaling_lab.backends.torch.fsdp import copied_axes
-from scaling_lab.backends.torch.sharding import Placement, dtype_of
-from scaling_lab.backends.torch.weights import Piece, Slices, local_of, places
+from scaling_lab.backends.torch.sharding import Placement, dtype_of, local_of
+from scaling_lab.backends.torch.weights import Piece, Slices, places
 
 Axes = tuple[str, ...]
 
@@ -111,31 +111,50 @@ class Bucket:
         return piece.part(column, self.on.plan.mesh, place, base)
 
 
-def buckets_of(pieces: Sequence[Piece], on: Placement) -> list[Bucket]:
-    """Every piece in one bucket, by its way."""
+def buckets_of(pieces: Sequence[Piece], on: Placement, *, summed: bool = False) -> list[Bucket]:
+    """Every piece in one bucket, by its way. summed: someone else sums the gradients of whole weights."""
     ways: dict[Way, list[Piece]] = {}
     for piece in pieces:
-        ways.setdefault(way_of(piece, on), []).append(piece)
+        ways.setdefault(Way((), (), ()) if summed else way_of(piece, on), []).append(piece)
     return [Bucket(way, members, on) for way, members in ways.items()]
 
 
-def take_gradient(piece: Piece, on: Placement) -> Tensor:
-    """A piece's gradient on this device as the backward pass has left it, taken off the parameter."""
-    gradient, piece.parameter.grad = piece.parameter.grad, None
-    assert gradient is not None, piece.name
-    if not isinstance(gradient, DTensor) or piece.planned.fsdp_axes:
-        return local_of(gradient)
-    return _local_summand(gradient, piece, on)
+def take_gradients(pieces: Sequence[Piece], on: Placement) -> list[Tensor]:
+    """The pieces' gradients on this device as the backward pass has left them, taken off the parameters.
+
+    Where devices that computed parts of the same tokens have partial sums of what all of them hold whole, these are summed.
+    """
+    taken = []
+    partial: dict[Axes, list[int]] = {}
+    for index, piece in enumerate(pieces):
+        gradient, piece.parameter.grad = piece.parameter.grad, None
+        assert gradient is not None, piece.name
+        if isinstance(gradient, DTensor) and not piece.planned.fsdp_axes:
+            gradient, axes = _local_summand(gradient, piece, on)
+            if axes:
+                partial.setdefault(axes, []).append(index)
+        taken.append(local_of(gradient))
+    for axes, members in partial.items():
+        packed = torch.cat([taken[index].flatten() for index in members])
+        dist.all_reduce(packed, group=on.group(axes))
+        for index, part in zip(members, _unpack(packed, [taken[index].shape for index in members]), strict=True):
+            taken[index] = part
+    return taken
 
 
-def _local_summand(gradient: DTensor, piece: Piece, on: Placement) -> Tensor:
-    """What this device adds to the sums that `reduce` takes over compute axes: where autograd has summed already, its share."""
-    wanted = on.placements(piece.layout("compute"))
-    summed = [axis in piece.planned.sum_axes for axis in on.compute_axes]
-    kept = [p if is_summed else w for p, w, is_summed in zip(gradient.placements, wanted, summed, strict=True)]
-    local = gradient.redistribute(placements=kept).to_local()
-    whole = [axis for axis, p, is_summed in zip(on.compute_axes, kept, summed, strict=True) if is_summed and p.is_replicate()]
-    return local / on.plan.mesh.split(tuple(whole)) if whole else local
+def _local_summand(gradient: DTensor, piece: Piece, on: Placement) -> tuple[Tensor, Axes]:
+    """What this device adds to the sums that a bucket takes over compute axes: where autograd has summed already, its share.
+
+    Also the compute axes over which it is a partial sum that no bucket takes.
+    """
+    placements = dict(zip(on.compute_axes, gradient.placements, strict=True))
+    wanted = dict(zip(on.compute_axes, on.placements(piece.layout("compute")), strict=True))
+    partial = tuple(axis for axis, p in placements.items() if p.is_partial())
+    kept = {axis: p if axis in (*piece.planned.sum_axes, *partial) else wanted[axis] for axis, p in placements.items()}
+    local = gradient.redistribute(placements=tuple(kept.values())).to_local()
+    whole = tuple(axis for axis, p in kept.items() if axis in piece.planned.sum_axes and p.is_replicate())
+    share = local / on.plan.mesh.split(whole) if whole else local
+    return share, tuple(axis for axis in partial if axis not in piece.planned.sum_axes)
 
 
 def _unpack(packed: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -28,10 +28,11 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 def _products() -> tuple[Any, ...]:
-    """Products with weights, and attention in each of its kernels."""
+    """Products with weights, those of experts too, and attention in each of its kernels."""
     aten = torch.ops.aten
     return (
         aten.mm.default,
+        aten._grouped_mm.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,

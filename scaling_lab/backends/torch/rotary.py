@@ -12,7 +12,7 @@ from scaling_lab.models.model import Model, RopeScaling
 
 
 def rotary_tables(model: Model, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [..., sequence, 1, head_dim / 2] of position x frequency, float32. positions: integers [..., sequence]."""
+    """Cosines and sines [..., sequence, 1, turned dims / 2] of position x frequency, float32. positions: integers [..., sequence]."""
     angles = positions.float()[..., None, None] * torch.from_numpy(frequencies(model)).to(positions.device)
     return angles.cos(), angles.sin()
 
@@ -26,8 +26,12 @@ def rotary(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def frequencies(model: Model) -> np.ndarray:
-    """Radians per position of each pair, theta^(-2i / head_dim), scaled where the model says so; float32 [head_dim / 2]."""
-    plain = model.rope_theta ** (-np.arange(0, model.head_dim, 2) / model.head_dim)
+    """Radians per position of each pair, theta^(-2i / d), scaled where the model says so; float32 [d / 2].
+
+    d is head_dim, or the size of the part of a head that latent attention turns.
+    """
+    turned = model.latent.rope_dim if model.latent else model.head_dim
+    plain = model.rope_theta ** (-np.arange(0, turned, 2) / turned)
     scaled = plain if model.rope_scaling is None else _scaled(plain, model.rope_scaling)
     return scaled.astype(np.float32)
 

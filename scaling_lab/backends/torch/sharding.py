@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,9 @@ from scaling_lab.plan.layout import Layout
 from scaling_lab.plan.plan import ParameterPlan, Plan
 
 Placements = tuple[Shard | Replicate, ...]
+
+#: The axes of the residual stream: what a block takes and gives.
+RESIDUAL = ("batch", "residual_sequence", "embed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,15 +89,33 @@ class Placement:
     def constrain(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         """An activation, laid out as the table says for its logical axes; its gradient comes back laid out likewise.
 
-        A partial sum is summed here, forward and backward, so that each block costs one collective and pass.
+        A partial sum is summed here, forward and backward, so that each block costs one collective and pass. What is no DTensor
+        is this device's own and stays so.
         """
-        if self.compute_mesh is None:
+        if not isinstance(x, DTensor):
             return x
-        assert isinstance(x, DTensor)
         placements = self.placements(self.plan.rules.activation_layout(axes))
         if x.placements == placements and not any(p.is_replicate() for p in placements):
             return x
         return x.redistribute(placements=placements)
+
+    def split_axes(self, name: str) -> tuple[str, ...]:
+        """The compute axes that split a parameter."""
+        return tuple(axis for axis in self.compute_axes if axis in self.described[name].compute.axes)
+
+    def spread(self, *whole: Tensor, over: tuple[str, ...]) -> tuple[Tensor, ...]:
+        """Each device's copies of tensors that are whole along these axes, where they meet parts of weights.
+
+        Nothing happens forward; backward the gradients, partial sums, are added up, all of them in one collective.
+        """
+        return _Spread.apply(self.group(over), *whole) if over else whole
+
+    def partial(self, local: Tensor, over: tuple[str, ...]) -> Tensor:
+        """What each device has computed of its own, a summand along these axes and whole along others, as `constrain` takes it."""
+        if self.compute_mesh is None:
+            return local
+        placements = [Partial() if axis in over else Replicate() for axis in self.compute_axes]
+        return DTensor.from_local(local, self.compute_mesh, placements, run_check=False)
 
     def placements(self, layout: Layout) -> Placements:
         """A layout as DTensor says it, over the compute mesh."""
@@ -139,6 +161,29 @@ def _local(x: Tensor | None, first: DTensor) -> Tensor | None:
         return x
     pairs = zip(x.placements, first.placements, strict=True)
     return x.to_local(grad_placements=[Partial() if own.is_replicate() and not f.is_replicate() else own for own, f in pairs])
+
+
+def local_of(x: Tensor) -> Tensor:
+    """This device's part of a tensor, sharing its memory."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+class _Spread(torch.autograd.Function):
+    """The same tensors; their gradients summed over a group, in the dtype of the first."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *whole: Tensor) -> tuple[Tensor, ...]:
+        """Copies of them by name only."""
+        ctx.group = group
+        return tuple(x.view_as(x) for x in whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """One sum of all."""
+        packed = torch.cat([g.flatten().to(gradients[0].dtype) for g in gradients])
+        dist.all_reduce(packed, group=ctx.group)
+        parts = packed.split([g.numel() for g in gradients])
+        return None, *(part.view_as(g).to(g.dtype) for part, g in zip(parts, gradients, strict=True))
 
 
 def part_start(x: DTensor, dim: int) -> int:

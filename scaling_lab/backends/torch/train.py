@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaling_lab.backends.contract import Batch, Job
-from scaling_lab.backends.torch import fsdp, runtime, weights
+from scaling_lab.backends.torch import ddp, fsdp, runtime, weights
 from scaling_lab.backends.torch.loss import IGNORED
+from scaling_lab.backends.torch.moe import REPORTED
 from scaling_lab.backends.torch.optimizer import make_optimizer, scale_gradients, set_learning_rate, square_sum, state_bytes
-from scaling_lab.backends.torch.reduce import buckets_of, take_gradient
+from scaling_lab.backends.torch.reduce import buckets_of, take_gradients
 from scaling_lab.backends.torch.sharding import Placement, check_supported
 from scaling_lab.backends.torch.transformer import Decoder
 from scaling_lab.plan.layout import Layout
@@ -57,21 +59,29 @@ class TorchSession:
         self.job, self.world = job, world
         self.on = on = Placement(job.plan, experiment.workload.precision, world, job.process)
         self.decoder = Decoder(experiment, on)
-        self.wrapped = fsdp.wrap(self.decoder, self.decoder.layers, on)
+        reshard = bool(experiment.backend.reshard_after_forward)
+        self.wrapped = fsdp.wrap(self.decoder, self.decoder.every_layer(), on, reshard=reshard)
         self.decoder.to_empty(device=world.device)
         self.pieces = weights.pieces_of(self.decoder, on)
         with torch.no_grad():
             weights.place_initial(self.pieces, on, experiment.workload.seed)
-        self.buckets = buckets_of(self.pieces, on)
+        alone = world.mesh is None
+        self.model = self.decoder if not self._uses_ddp or alone else ddp.wrapped(self.decoder, self.pieces, on)
+        self.buckets = buckets_of(self.pieces, on, summed=self.model is not self.decoder)
         self.in_buckets = [piece for bucket in self.buckets for piece in bucket.pieces]
         self.stepped = [x for bucket in self.buckets for x in bucket.stepped]
         self.optimizer = make_optimizer(experiment.workload.optimizer, self.in_buckets, self.stepped)
         counted = [on.first_along_others(piece.layout("optimizer").axes) for piece in self.in_buckets]
         self.counted = torch.tensor(counted, dtype=torch.float64, device=world.device)
+        self.routes = experiment.model.moe is not None
         self.counts_tokens = on.first_along_others(job.plan.rules.divided_axes)
         self.steps_done = 0
         if experiment.backend.compile:
             self.decoder.compile_parts()
+
+    @property
+    def _uses_ddp(self) -> bool:
+        return self.job.experiment.backend.data_parallel == "ddp"
 
     def prepare(self, batch: Batch) -> float:
         """Run the step once without its update where layers are compiled; eager layers have nothing to prepare."""
@@ -101,17 +111,20 @@ class TorchSession:
         return Read({"lr": lr}, totals)
 
     def prepare_evaluation(self, batch: Batch) -> float:
-        """Nothing is compiled ahead for it."""
-        return 0.0
+        """Run it once where layers are compiled: without gradients they are compiled anew."""
+        if not self.job.experiment.backend.compile:
+            return 0.0
+        started = time.perf_counter()
+        self.evaluate(batch).result()
+        return time.perf_counter() - started
 
     def evaluate(self, batch: Batch) -> Read:
         """Loss of one batch with the present weights."""
         with torch.no_grad():
-            loss_sum, count = self._sums(batch, backward=False)
-            loss_sum, count = self._total(loss_sum, count)
+            totals = self._total(self._sums(batch, backward=False))
         if self.wrapped:
             self.decoder.reshard()  # type: ignore[operator]
-        return Read({}, {"loss_sum": loss_sum, "valid_tokens": count})
+        return Read({}, {name: totals[name] for name in ("loss_sum", "valid_tokens")})
 
     def compilations(self) -> int | None:
         """torch compiles layers, not the step: no count."""
@@ -159,27 +172,50 @@ class TorchSession:
         runtime.leave(self.world)
 
     def _reduced(self, batch: Batch) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Loss, gradient norm and valid tokens of the global batch, and each stepped tensor's gradient of the loss's sum."""
-        loss_sum, count = self._sums(batch)
+        """Metrics of the global batch, and each stepped tensor's gradient of what is minimised, times the valid tokens."""
+        sums = self._sums(batch)
         with torch.no_grad():
-            gradients = []
-            for bucket in self.buckets:
-                gradients += bucket.reduce([take_gradient(piece, self.on) for piece in bucket.pieces])
-            loss_sum, count, squares = self._total(loss_sum, count, square_sum(gradients, self.counted))
-            divisor = count.clamp(min=1)
-            return {"loss": loss_sum / divisor, "grad_norm": squares.sqrt() / divisor, "valid_tokens": count}, gradients
+            taken = iter(take_gradients(self.in_buckets, self.on))
+            gradients = [g for bucket in self.buckets for g in bucket.reduce([next(taken) for _ in bucket.pieces])]
+            totals = self._total(sums, squares=square_sum(gradients, self.counted))
+            divisor = totals["valid_tokens"].clamp(min=1)
+            metrics = {"loss": totals.pop("loss_sum") / divisor, "grad_norm": totals.pop("squares").sqrt() / divisor}
+            rows = self.job.experiment.workload.global_batch
+            losses = {name: totals[name] / rows for name in totals if name.endswith("_loss")}
+            return {**metrics, **totals, **losses}, gradients
 
-    def _sums(self, batch: Batch, *, backward: bool = True) -> tuple[Tensor, Tensor]:
-        """Sum of losses and number of valid tokens of this process's rows, float64; with `backward`, gradients of the sum."""
+    def _sums(self, batch: Batch, *, backward: bool = True) -> dict[str, Tensor]:
+        """Sums over this process's rows, float64: losses, valid tokens and what routers report; with `backward`, gradients too."""
         own = self._own(batch)
         labels = own["labels"].masked_fill_(own["labels"] < 0, IGNORED)
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        count = (labels != IGNORED).sum().double()
+        scale = self._router_scale(count) if backward and self.routes else None
+        loss_sum, reported = (torch.zeros(size, dtype=torch.float64, device=self.world.device) for size in ((), len(REPORTED)))
         for microbatch in range(len(labels)):
-            loss = self.decoder(**{name: x[microbatch] for name, x in own.items()})
-            if backward:
-                loss.backward()
-            total += loss.detach()
-        return total, (labels != IGNORED).sum().double()
+            more = microbatch < len(labels) - 1
+            with ddp.unsynchronised(self.model) if backward and more else nullcontext():
+                model = self.model if backward else self.decoder
+                loss, router = model(**{name: x[microbatch] for name, x in own.items()})
+                if backward:
+                    (loss if scale is None else loss + (router * scale).sum()).backward()
+            loss_sum += loss.detach()
+            reported += 0.0 if router is None else router.detach()
+        routers = dict(zip(REPORTED, reported, strict=True)) if self.routes else {}
+        return {"loss_sum": loss_sum, "valid_tokens": count, **routers}
+
+    def _router_scale(self, count: Tensor) -> Tensor:
+        """What multiplies the sums that routers report, so that with the losses' sum they make one sum to differentiate.
+
+        Gradients are divided by the valid tokens of the global batch, but a router's losses are means over its rows: they are
+        multiplied by that number here, in this process's backward pass already. A model without experts needs no such number
+        before its step ends.
+        """
+        moe, total = self.job.experiment.model.moe, self._counted_once(count)
+        assert moe is not None
+        if self.world.mesh is not None:
+            dist.all_reduce(total)
+        coefficients = torch.tensor([moe.balance_loss, moe.z_loss, 0.0], dtype=torch.float64, device=count.device)
+        return (coefficients * total.clamp(min=1) / self.job.experiment.workload.global_batch).float()
 
     def _own(self, batch: Batch) -> dict[str, Tensor]:
         """What of a batch this process computes, int64 [accumulation, rows, local sequence], by name."""
@@ -187,10 +223,13 @@ class TorchSession:
         own = {name: x[..., self.on.columns].astype(np.int64) for name, x in arrays.items() if x is not None}
         return {name: torch.from_numpy(x).to(self.world.device) for name, x in own.items()}
 
-    def _total(self, loss_sum: Tensor, count: Tensor, *others: Tensor) -> Tensor:
-        """Sums over all processes, in one collective; tokens that several processes have are counted once."""
-        counts = float(self.counts_tokens)
-        local = torch.stack([loss_sum * counts, count * counts, *others])
+    def _counted_once(self, sums: Tensor) -> Tensor:
+        """Sums over this process's tokens, as it adds them to those of others: tokens that several processes have count once."""
+        return sums * float(self.counts_tokens)
+
+    def _total(self, sums: dict[str, Tensor], **others: Tensor) -> dict[str, Tensor]:
+        """Sums over all processes, in one collective."""
+        local = torch.stack([*map(self._counted_once, sums.values()), *others.values()])
         if self.world.mesh is not None:
             dist.all_reduce(local)
-        return local
+        return dict(zip((*sums, *others), local, strict=True))

@@ -1,7 +1,7 @@
 """The decoder as plain modules: equations only. Where things lie is asked of `Placement`; values are made elsewhere.
 
 Modules hold parameters whose dotted paths are the names in `models.decoder`, described (shape and dtype, on the meta device) before
-any has a value; a parameter of `layers` is one tensor per layer, without the dim of the stack.
+any has a value; a parameter of a stack is one tensor per layer, without the dim of the stack.
 Shapes: b batch, t sequence, e embed, h heads or kv_heads, d head_dim, f mlp, v vocab.
 """
 
@@ -13,33 +13,35 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from scaling_lab.backends.torch import context
-from scaling_lab.backends.torch.attention import attend
+from scaling_lab.backends.torch.latent import LatentAttention
 from scaling_lab.backends.torch.loss import cross_entropy_sum
-from scaling_lab.backends.torch.products import lookup, product, use
+from scaling_lab.backends.torch.mlp import Mlp
+from scaling_lab.backends.torch.moe import Moe
+from scaling_lab.backends.torch.norm import Norm, rms_norm
+from scaling_lab.backends.torch.products import described, lookup, plus, product, use
 from scaling_lab.backends.torch.remat import rematerialise
 from scaling_lab.backends.torch.rotary import rotary, rotary_tables
 from scaling_lab.backends.torch.runtime import World
-from scaling_lab.backends.torch.sharding import Placement, dtype_of, on_shards
+from scaling_lab.backends.torch.sharding import RESIDUAL, Placement, on_shards
 from scaling_lab.backends.torch.weights import name_of
+from scaling_lab.models.decoder import stacks
 from scaling_lab.plan.experiment import Experiment
 from scaling_lab.plan.plan import Found, make_plan
 
-RESIDUAL = ("batch", "residual_sequence", "embed")
 INPUT = ("batch", "sequence", "embed")
 QUERY = ("batch", "sequence", "heads", "head_dim")
 KEY_VALUE = ("batch", "sequence", "kv_heads", "head_dim")
-HIDDEN = ("batch", "sequence", "mlp")
 LOGITS = ("batch", "sequence", "vocab")
 
 
 class Decoder(nn.Module):
-    """tokens (b, t) -> logits (b, t, v), or with labels (b, t) the sum of their cross-entropies.
+    """tokens (b, t) -> logits (b, t, v), or with labels (b, t) the sum of their cross-entropies, and what routers report.
 
+    The latter is summed over layers, see `Moe`; None without experts.
     documents, positions (b, t): of packed rows, see `contract.Batch`.
     """
 
@@ -47,7 +49,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.experiment, self.on = experiment, on
         self.embed = Embedding(on)
-        self.layers = nn.ModuleList(Layer(experiment, on) for _ in range(experiment.model.layers))
+        for stack, numbers in stacks(experiment.model).items():
+            setattr(self, stack, nn.ModuleList(Layer(experiment, on, stack) for _ in numbers))
         self.final_norm = Norm(experiment, on, "final_norm")
         self.head = Head(on)
         self.tables: tuple[Tensor, Tensor] | None = None
@@ -56,20 +59,40 @@ class Decoder(nn.Module):
         tables = self._tables(positions)
         positions = self.on.positions if positions is None else positions
         x = self.on.constrain(self.embed(tokens, positions), RESIDUAL)  # (b, t, e)
-        for layer in self.layers:
-            x = layer(x, tables, documents)
-        return self.finish(x, labels)
+        reports = []
+        for layer in self.every_layer():
+            x, reported = layer(x, tables, documents)
+            reports += [] if reported is None else [reported]
+        found = self.finish(x, labels)
+        return found if labels is None else (found, sum(reports) if reports else None)
 
     def finish(self, x, labels):
         """What follows the layers; the loss is part of it so that a compiler can join it to the product before."""
         x = self.on.constrain(self.final_norm(x), INPUT)
+        if labels is None:
+            return self.logits(x)
+        chunks = self.experiment.workload.loss_chunks
+        if chunks == 1:
+            return self.loss(x, labels)
+        parts = zip(x.chunk(chunks, dim=1), labels.chunk(chunks, dim=1), strict=True)
+        return sum(checkpoint(self.loss, *part, use_reentrant=False) for part in parts)
+
+    def logits(self, x):
+        """x (b, t, e) -> (b, t, v)."""
         table = self.embed.tokens if self.experiment.model.tied_head else None
-        logits = self.on.constrain(self.head(x, table), LOGITS)  # (b, t, v)
-        return logits if labels is None else cross_entropy_sum(logits, labels)
+        return self.on.constrain(self.head(x, table), LOGITS)
+
+    def loss(self, x, labels):
+        """The sum of cross-entropies; in a checkpoint, logits are made again in the backward pass."""
+        return cross_entropy_sum(self.logits(x), labels, self.experiment.model.vocab)
+
+    def every_layer(self) -> list[Layer]:
+        """The layers of all stacks in order."""
+        return [layer for stack in stacks(self.experiment.model) for layer in getattr(self, stack)]
 
     def compile_parts(self) -> None:
         """Compile each layer, and what follows them unless the vocabulary is split: its exchange is not for the compiler."""
-        for layer in self.layers:
+        for layer in self.every_layer():
             layer.compile()
         if self.on.compute_mesh is None:
             self.finish = torch.compile(self.finish)  # type: ignore[method-assign]
@@ -103,15 +126,17 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """x (b, t, e) -> x (b, t, e)."""
+    """x (b, t, e) -> x (b, t, e), and what a router reports."""
 
-    def __init__(self, experiment: Experiment, on: Placement):
+    def __init__(self, experiment: Experiment, on: Placement, stack: str):
         super().__init__()
-        self.on = on
-        self.attention_norm = Norm(experiment, on, "layers.attention_norm")
-        self.attention = Attention(experiment, on)
-        self.mlp_norm = Norm(experiment, on, "layers.mlp_norm")
-        self.mlp = Mlp(on)
+        self.on, model = on, experiment.model
+        self.attention_norm = Norm(experiment, on, f"{stack}.attention_norm")
+        self.attention = (LatentAttention if model.latent else Attention)(experiment, on, f"{stack}.attention.")
+        self.mlp_norm = Norm(experiment, on, f"{stack}.mlp_norm")
+        mixture = model.moe is not None and stack == "layers"
+        self.mlp: Any = None if mixture else Mlp(on, f"{stack}.mlp.")
+        self.moe: Any = Moe(experiment, on, f"{stack}.moe.") if mixture else None
         self.compute = rematerialise(self.equations, experiment.workload.remat)
 
     def forward(self, x, tables, documents):
@@ -122,98 +147,58 @@ class Layer(nn.Module):
         y = self.on.constrain(self.attention_norm(x), INPUT)
         x = x + self.attention(y, tables, documents)
         y = self.on.constrain(self.mlp_norm(x), INPUT)
-        return x + self.mlp(y)
+        if self.moe is None:
+            return x + self.mlp(y), None
+        y, reported = self.moe(y)
+        return x + y, reported
 
-
-class Norm(nn.Module):
-    """x (b, t, e) -> (b, t, e), statistics in float32: RMSNorm, or LayerNorm where the model says so."""
-
-    scale: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, experiment: Experiment, on: Placement, name: str):
-        super().__init__()
-        self.on, self.eps = on, experiment.model.norm_eps
-        for part in ("scale", "bias"):
-            setattr(self, part, described(on, f"{name}.{part}"))
-
-    def forward(self, x):
-        return on_shards(
-            self.normalise, x, use(self.on, self.scale), self.bias if self.bias is None else use(self.on, self.bias)
-        )
-
-    def normalise(self, x, scale, bias):
-        """The norm where the embed dim is whole."""
-        norm = F.rms_norm if bias is None else F.layer_norm
-        y = norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * scale
-        return y if bias is None else y + bias
+    def apart(self) -> tuple[nn.Module, ...]:
+        """Modules whose weights may lie on other axes than the rest of the layer."""
+        return () if self.moe is None else (self.moe.experts,)
 
 
 class Attention(nn.Module):
     """x (b, t, e) -> (b, t, e): query head h attends with key and value head h // (heads / kv_heads)."""
 
-    query: nn.Parameter
-    key: nn.Parameter
-    value: nn.Parameter
-    output: nn.Parameter
-    query_bias: nn.Parameter | None
-    key_bias: nn.Parameter | None
-    value_bias: nn.Parameter | None
-    output_bias: nn.Parameter | None
+    query: Any
+    query_bias: Any
+    query_norm: Any
+    key: Any
+    key_bias: Any
+    key_norm: Any
+    value: Any
+    value_bias: Any
+    output: Any
+    output_bias: Any
 
-    def __init__(self, experiment: Experiment, on: Placement):
+    def __init__(self, experiment: Experiment, on: Placement, prefix: str):
         super().__init__()
-        self.on, self.form = on, experiment.backend.attention
-        for name in ("query", "key", "value", "output"):
-            setattr(self, name, described(on, f"layers.attention.{name}"))
-            setattr(self, f"{name}_bias", described(on, f"layers.attention.{name}_bias"))
+        self.on, self.form, self.eps = on, experiment.backend.attention, experiment.model.norm_eps
+        for name in Attention.__annotations__:
+            setattr(self, name, described(on, f"{prefix}{name}"))
 
     def forward(self, x, tables, documents):
         on = self.on
-        query = on.constrain(_plus(on, product(on, "bte,ehd->bthd", x, self.query), self.query_bias), QUERY)
-        key = on.constrain(_plus(on, product(on, "bte,ehd->bthd", x, self.key), self.key_bias), KEY_VALUE)
-        value = on.constrain(_plus(on, product(on, "bte,ehd->bthd", x, self.value), self.value_bias), KEY_VALUE)
+        query = on.constrain(plus(on, product(on, "bte,ehd->bthd", x, self.query), self.query_bias), QUERY)
+        key = on.constrain(plus(on, product(on, "bte,ehd->bthd", x, self.key), self.key_bias), KEY_VALUE)
+        value = on.constrain(plus(on, product(on, "bte,ehd->bthd", x, self.value), self.value_bias), KEY_VALUE)
+        norms = (None if scale is None else use(on, scale) for scale in (self.query_norm, self.key_norm))
         mixed = on_shards(
-            lambda q, k, v: self.mix(q, k, v, tables, documents), query, *_match_heads(on, query, key, value)
+            lambda q, k, v, *norms: self.mix(q, k, v, norms, tables, documents),
+            query,
+            *_match_heads(on, query, key, value),
+            *norms,
         )  # (b, t, h, d)
         y = on.constrain(product(on, "bthd,hde->bte", mixed, self.output), RESIDUAL)
-        return _plus(on, y, self.output_bias)
+        return plus(on, y, self.output_bias)
 
-    def mix(self, query, key, value, tables, documents):
-        """Attention of the heads on one device, queries and keys turned by their positions."""
+    def mix(self, query, key, value, norms, tables, documents):
+        """Attention of the heads on one device, queries and keys normed where the model says so and turned by their positions."""
+        if norms[0] is not None:
+            query, key = (rms_norm(x, scale, self.eps) for x, scale in zip((query, key), norms, strict=True))
         if tables is not None:
             query, key = rotary(query, tables), rotary(key, tables)
-        if self.on.plan.sequence.parts == 1:
-            return attend(query, key, value, documents, form=self.form)
         return context.attend(query, key, value, documents, form=self.form, on=self.on)
-
-
-class Mlp(nn.Module):
-    """x (b, t, e) -> (b, t, e): SwiGLU where there is a gate, else GELU in GPT-2's tanh form."""
-
-    up: nn.Parameter
-    down: nn.Parameter
-    gate: nn.Parameter | None
-    up_bias: nn.Parameter | None
-    down_bias: nn.Parameter | None
-    gate_bias: nn.Parameter | None
-
-    def __init__(self, on: Placement):
-        super().__init__()
-        self.on = on
-        for name in ("gate", "gate_bias", "up", "up_bias", "down", "down_bias"):
-            setattr(self, name, described(on, f"layers.mlp.{name}"))
-
-    def forward(self, x):
-        on = self.on
-        hidden = on.constrain(_plus(on, product(on, "bte,ef->btf", x, self.up), self.up_bias), HIDDEN)  # (b, t, f)
-        if self.gate is None:
-            hidden = F.gelu(hidden, approximate="tanh")
-        else:
-            gate = on.constrain(_plus(on, product(on, "bte,ef->btf", x, self.gate), self.gate_bias), HIDDEN)
-            hidden = hidden * F.silu(gate)
-        y = on.constrain(product(on, "btf,fe->bte", hidden, self.down), RESIDUAL)
-        return _plus(on, y, self.down_bias)
 
 
 class Head(nn.Module):
@@ -228,24 +213,6 @@ class Head(nn.Module):
         if self.weight is None:
             return product(self.on, "bte,ve->btv", x, table)
         return product(self.on, "bte,ev->btv", x, self.weight)
-
-
-def described(on: Placement, name: str) -> nn.Parameter | None:
-    """A parameter without a value yet, in its compute layout, or None where the model has none of that name."""
-    planned = on.described.get(name)
-    if planned is None:
-        return None
-    shape, layout = planned.parameter.shape, planned.compute
-    if planned.parameter.stacked:
-        shape, layout = shape[1:], layout.drop_dim(0)
-    local = torch.empty(layout.local_shape(shape, on.plan.mesh), dtype=dtype_of(on.precision.params), device="meta")
-    if on.compute_mesh is None:
-        return nn.Parameter(local)
-    return nn.Parameter(DTensor.from_local(local, on.compute_mesh, on.placements(layout), run_check=False))
-
-
-def _plus(on: Placement, x: Tensor, bias: nn.Parameter | None) -> Tensor:
-    return x if bias is None else x + use(on, bias)
 
 
 def _match_heads(on: Placement, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,4 +238,5 @@ def logits(experiment: Experiment, weights: Mapping[str, np.ndarray], tokens: np
         name, layer = name_of(path)
         parameter.data.copy_(torch.from_numpy(np.array(weights[name] if layer is None else weights[name][layer])))
     with torch.no_grad():
-        return decoder(torch.from_numpy(tokens.astype(np.int64))).float().numpy()
+        found = decoder(torch.from_numpy(tokens.astype(np.int64)))
+    return found[..., : experiment.model.vocab].float().numpy()

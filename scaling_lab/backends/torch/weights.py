@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from scaling_lab.backends.initial import initial_values
 from scaling_lab.backends.torch.collectives import all_gather
-from scaling_lab.backends.torch.sharding import Placement
+from scaling_lab.backends.torch.sharding import Placement, local_of
 from scaling_lab.errors import WorkerError
 from scaling_lab.plan.layout import Layout
 from scaling_lab.plan.mesh import Mesh
@@ -77,11 +77,6 @@ class Piece:
         return nested_slices(shape, mesh, place, (self.further(COLUMNS[i], COLUMNS[i - 1] if i else None) for i in steps))
 
 
-def local_of(x: Tensor) -> Tensor:
-    """This device's part of a tensor, sharing its memory."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def nested_slices(shape: tuple[int, ...], mesh: Mesh, place: dict[str, int], layouts: Iterable[Layout]) -> Slices:
     """Which part lies on a device when each layout in turn splits what the one before has left."""
     slices = tuple(slice(0, size) for size in shape)
@@ -92,9 +87,12 @@ def nested_slices(shape: tuple[int, ...], mesh: Mesh, place: dict[str, int], lay
 
 
 def name_of(path: str) -> tuple[str, int | None]:
-    """`layers.3.attention.query` -> the parameter's name `layers.attention.query` and its layer 3; None outside the stack."""
-    first, *rest = path.split(".")
-    return (".".join((first, *rest[1:])), int(rest[0])) if first == "layers" else (path, None)
+    """`layers.3.attention.query` -> the parameter's name `layers.attention.query` and its layer 3 in the stack, or None.
+
+    Of a mixture's modules its parameters' names do not know: experts are one since FSDP may store them apart from the rest.
+    """
+    first, *rest = path.replace(".experts.", ".").replace(".shared.", ".shared_").split(".")
+    return (".".join((first, *rest[1:])), int(rest[0])) if rest[0].isdigit() else (path, None)
 
 
 def pieces_of(module: nn.Module, on: Placement) -> tuple[Piece, ...]:
@@ -149,21 +147,28 @@ def layouts(pieces: Iterable[Piece], on: Placement) -> dict[str, Layout]:
     """The layout that each parameter really has, read from its tensors; raises WorkerError where layers differ."""
     found: dict[str, Layout] = {}
     for piece in pieces:
-        layout = _layout_of(piece.parameter, on)
+        layout = _layout_of(piece, on)
         layout = layout if piece.layer is None else Layout(((), *layout.dims))
         if found.setdefault(piece.name, layout) != layout:
             raise WorkerError(f"{piece.name}: layer {piece.layer} lies as {layout.dims}, others as {found[piece.name].dims}")
     return found
 
 
-def _layout_of(parameter: Tensor, on: Placement) -> Layout:
-    dims: list[list[str]] = [[] for _ in range(parameter.ndim)]
+def _layout_of(piece: Piece, on: Placement) -> Layout:
+    parameter, dims = piece.parameter, _local_axes(piece, on)
     if isinstance(parameter, DTensor):
         for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
             if not placement.is_replicate():
                 dims[placement.dim].extend(_axes_of(name, on))  # type: ignore[attr-defined]
     order = on.plan.mesh.names.index
     return Layout(tuple(tuple(sorted(axes, key=order)) for axes in dims))
+
+
+def _local_axes(piece: Piece, on: Placement) -> list[list[str]]:
+    """For each dim the axes that torch does not know of: where its tensor is as much smaller than the whole as they say."""
+    mesh, layout = on.plan.mesh, piece.layout("compute").without(on.compute_axes)
+    sizes = zip(piece.shape, piece.parameter.shape, layout.dims, strict=True)
+    return [list(axes) if whole == size * mesh.split(axes) else [] for whole, size, axes in sizes]
 
 
 def _axes_of(name: str, on: Placement) -> list[str]:
