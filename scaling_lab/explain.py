@@ -73,7 +73,7 @@ def _quoted(key: str, value: str) -> str:
 
 
 def _new_keys(key: str, value: str) -> str | None:
-    """How to add keys where they may have any name: Hydra wants a plus. None where they may not."""
+    """How to add keys to a group that may hold more than it does: Hydra wants a plus. None where the group is fixed."""
     path = key.split(".")
     if path[-1] not in _ROWS.get(".".join(path[:-1]), path):  # a row of a sharding table has one of a few names
         return None
@@ -87,6 +87,9 @@ def _new_keys(key: str, value: str) -> str | None:
         given = {path.pop(): given}
     if not isinstance(given, dict) or not all(given.values()):
         return f"{key}: a group of keys; write +{key}.NAME=VALUE for each."
+    rows = _ROWS.get(".".join(path))
+    if unknown := [name for name in given if rows and name not in rows]:
+        return _unknown_key(".".join([*path, unknown[0]]))
     added = [shlex.quote(f"+{'.'.join(path)}.{name}={as_override(one)}") for name, one in given.items()]
     return f"{key}: Hydra adds new keys to a group only if told so. Write {' '.join(added)}"
 

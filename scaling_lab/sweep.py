@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
+from omegaconf import OmegaConf
 
 #: Folders of the sweeps that this process has started, the newest last.
 folders: list[Path] = []
@@ -20,7 +21,8 @@ class SweepHook(Callback):
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         """Called by Hydra in the launching process, before the first job."""
         asked = config.hydra.sweep.dir
-        if not names(config.hydra.overrides.hydra, "hydra.sweep.dir"):
+        typed: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
+        if not names(typed, "hydra.sweep.dir"):
             with contextlib.suppress(OSError):  # Hydra meets it again, and its error is shown
                 _move(config, asked)
         folders.append(Path(config.hydra.sweep.dir).absolute())

@@ -43,6 +43,11 @@ def test_what_is_no_group_of_keys_is_answered_with_the_form_of_one(override: str
     )
 
 
+@pytest.mark.parametrize("override", ["sharding.gradients.embd=[data]", "sharding.gradients={embd: [data]}"])
+def test_a_row_that_no_table_has_is_answered_with_the_nearest_one(override: str) -> None:
+    assert explain(could_not(override)) == "sharding.gradients.embd: unknown key (did you mean sharding.gradients.embed?)"
+
+
 def test_a_key_of_a_group_with_fixed_keys_is_still_answered_with_the_nearest_one() -> None:
     assert explain(could_not("model.layrs=3")) == "model.layrs: unknown key (did you mean model.layers?)"
 

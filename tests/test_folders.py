@@ -85,7 +85,8 @@ def test_a_run_whose_default_folder_is_taken_goes_to_the_next_one(tmp_path: Path
 def test_a_sweep_whose_default_folder_is_taken_goes_to_the_next_one_with_all_its_jobs(tmp_path: Path) -> None:
     for folder in default_folders(tmp_path, "sweep"):
         folder.mkdir(parents=True)
-    done = scaling_lab("run", "-m", "backend=jax,torch", *INFEASIBLE, cwd=tmp_path)
+    own_name = "hydra.job.name=${backend.name}"  # not to be looked up before there is a backend
+    done = scaling_lab("run", "-m", "backend=jax,torch", own_name, *INFEASIBLE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (own,) = tmp_path.glob("runs/*/*-sweep-2")
     rows = list(csv.DictReader((own / "sweep.csv").read_text().splitlines()))

@@ -127,3 +127,17 @@ def test_groups_that_a_config_chooses_from_presets_are_left_to_hydra(tmp_path: P
         check_presets([*flags, "backend=torch"], CONF)
     check_presets(["backend=torch"], CONF)
     check_presets(["-cp=/nowhere", "backend=torch"], CONF)
+
+
+def test_a_table_of_ones_own_lies_where_one_likes_and_lists_every_logical_axis(tmp_path: Path) -> None:
+    table = yaml.safe_load((CONF / "sharding/fsdp.yaml").read_text()) | {"name": "my_table"}
+    (tmp_path / "mine/sharding").mkdir(parents=True)
+    own = tmp_path / "mine/sharding/my_table.yaml"
+    own.write_text(yaml.safe_dump(table))
+    asked = ("draw", "--config-dir", "mine", "sharding=my_table")
+    assert "table my_table" in scaling_lab(*asked, cwd=tmp_path).stdout
+    del table["weights"]["experts"]
+    own.write_text(yaml.safe_dump(table))
+    done = scaling_lab(*asked, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "sharding.weights: missing experts; write `[]` for replicated" in done.stderr

@@ -82,7 +82,15 @@ def test_corpora_that_differ_are_not_compared() -> None:
 
 def test_results_of_a_lab_that_knew_fewer_keys_are_compared() -> None:
     old = result()
-    for group, key in (("data", "pack"), ("data", "document_end"), ("workload", "context"), ("model", "rope_scaling")):
+    keys = (
+        "data.pack",
+        "data.document_end",
+        "workload.context",
+        "workload.loss_chunks",
+        "model.vocab_multiple",
+        "model.latent",
+    )
+    for group, _, key in (name.partition(".") for name in keys):
         del old["experiment"][group][key]
     told = [{**r, "corpus": {**r["corpus"], "documents": 7}} if r["kind"] == "done" else r for r in records()]
     assert same_loss(old, result({"sharding": "data"}, records=told)) == ["reference", "yes, all 6 steps"]
@@ -278,6 +286,13 @@ def test_what_was_swept_has_a_column(key: str, values: tuple[object, ...], shown
 def test_what_follows_from_the_backend_the_table_or_the_mesh_has_no_column_of_its_own(choices: dict[str, Any]) -> None:
     runs = [run("0", result()), run("1", result(choices))]
     assert titles(runs)[:4] == ["backend", "table", "mesh", "status"]
+
+
+@pytest.mark.parametrize(("key", "value"), [("backend.compile", True), ("backend.attention", "plain")])
+def test_what_was_asked_of_one_backend_beside_its_presets_values_is_shown(key: str, value: object) -> None:
+    runs = [run("0", result()), run("1", result({"backend": "torch", key: value}))]
+    assert titles(runs)[3] == key
+    assert column(sweep_of("backend.scan_layers", True, False), "backend.scan_layers") == ["true", "false"]
 
 
 def test_models_are_told_apart_by_their_name_and_not_by_each_of_their_sizes() -> None:

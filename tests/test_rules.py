@@ -172,7 +172,7 @@ def test_parallelism_is_read_off_the_table(table, mesh, expected):
 
 def test_experts_are_kept_apart_and_the_dense_layers_are_data_parallel_over_their_axis():
     found = plan("fsdp_expert", "auto", model="tiny_moe")
-    assert found.roles == {"expert": ("data parallel", "expert parallel"), "fsdp": ("fsdp",)}
+    assert found.roles == {"expert": ("expert parallel", "data parallel"), "fsdp": ("fsdp",)}
     by_name = {p.parameter.name: p for p in found.parameters}
     experts, dense = by_name["layers.moe.up"], by_name["layers.attention.query"]
     assert (experts.compute.axes, experts.fsdp_axes, experts.sum_axes) == (("expert",), ("fsdp",), ("fsdp",))

@@ -20,7 +20,7 @@ TENSOR_ROWS = ("heads", "kv_heads", "mlp", "vocab")
 
 
 #: Keys that one backend has, with their usual values; null in the other.
-_BACKEND_KEYS: dict[str, dict[str, bool | str]] = {
+BACKEND_KEYS: dict[str, dict[str, bool | str]] = {
     "jax": {"scan_layers": True, "partitioner": "shardy"},
     "torch": {"compile": False, "reshard_after_forward": True, "data_parallel": "buckets"},
 }
@@ -60,7 +60,7 @@ def _unused_keys(experiment: Experiment) -> Iterator[str]:
         yield f"backend.processes={backend.processes}: a torch process drives one device. Set backend.processes=per_device."
     if backend.name == "torch" and backend.xla_flags:
         yield "backend.xla_flags is for backend=jax; torch has no XLA. Set backend.xla_flags=[]."
-    for owner, keys in _BACKEND_KEYS.items():
+    for owner, keys in BACKEND_KEYS.items():
         for key, usual in keys.items():
             value = getattr(backend, key)
             if backend.name == owner and value is None:

@@ -17,9 +17,9 @@ FIRST_STEPS = 3
 
 #: Keys that must not change a loss: runs that differ in them alone are compared.
 FREE = {
-    "workload": ("name", "untimed_steps", "accumulation", "remat", "context", "evaluation"),
+    "workload": ("name", "untimed_steps", "accumulation", "remat", "context", "loss_chunks", "evaluation"),
     "data": ("record_samples",),
-    "model": ("name",),
+    "model": ("name", "vocab_multiple"),
 }
 
 

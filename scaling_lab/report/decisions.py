@@ -121,8 +121,8 @@ def _flops(experiment: Experiment, plan: Plan) -> str:
         sizes = f"({model.latent.nope_dim + model.latent.rope_dim} + {model.latent.value_dim}) / 2"
     active = "multiplied" if model.moe is None else "multiplied (active)"
     arithmetic = (
-        f"6 x {count(decoder.multiplied_size(model))} {active} parameters + 12 x {model.layers} layers x {model.heads} heads x "
-        f"{sizes} x {sequence} tokens"
+        f"6 x {count(decoder.multiplied_size(model))} {active} parameters + 12 x {plural(model.layers, 'layer')} x "
+        f"{plural(model.heads, 'head')} x {sizes} x {sequence} tokens"
     )
     return f"{arithmetic} = {scaled(plan.flops_per_token)} (half of the attention: {scaled(plan.flops_per_token_causal)})"
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from scaling_lab.plan.checks import BACKEND_KEYS
 from scaling_lab.plan.experiment import MESH_AXES
 from scaling_lab.report.units import UNKNOWN
 from scaling_lab.results.metrics import Result, at
@@ -22,8 +23,10 @@ FOLLOW = {
     "sharding": "sharding.name",
     "hardware": "hardware.name",
     "backend.processes": "backend.name",
-    "backend.scan_layers": "backend.name",
 }
+
+#: What a key of one backend is in the other, where it is null: nothing was asked differently there.
+USUAL = {f"backend.{key}": value for keys in BACKEND_KEYS.values() for key, value in keys.items()}
 
 
 def different_keys(results: Sequence[Result | None]) -> list[str]:
@@ -60,7 +63,7 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _comparable(experiment: Mapping[str, Any], key: str) -> str:
-    value = experiment.get(key)
+    value = USUAL.get(key) if experiment.get(key) is None else experiment[key]
     return json.dumps(None if value is False else value, sort_keys=True, default=str)
 
 
