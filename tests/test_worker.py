@@ -122,6 +122,19 @@ def test_every_process_tells_its_own_processor_time_of_a_timed_step(process):
     assert records[-1]["cpu_time_per_step_s"] == sorted(timed)[1]
 
 
+def test_a_step_record_has_what_routers_report_and_only_where_they_do():
+    class Mixture(Session):
+        def step(self, batch):
+            pending = super().step(batch)
+            pending.values |= {"balance_loss": 1.5, "z_loss": 2.5, "dropped_tokens": 3.0}
+            return pending
+
+    names = {"balance_loss", "z_loss", "dropped_tokens"}
+    steps = of_kind(run(job := job_of(), Mixture(job)), "step")
+    assert all(s["balance_loss"] == 1.5 and s["z_loss"] == 2.5 and s["dropped_tokens"] == 3 for s in steps)
+    assert not any(names & s.keys() for s in of_kind(run(job, Session(job)), "step"))
+
+
 def test_validation_loss_weighs_every_token_alike():
     job = job_of(**{"data.ragged": True, "workload.evaluation": {"every": 4, "batches": 3}})
     session = Session(job)

@@ -57,6 +57,9 @@ class Pending(Protocol):
 
         A train step gives `loss` (global sum over valid tokens / their count; 0 where none is valid), `grad_norm` (before
         clipping), `lr` and `valid_tokens`; an evaluation gives `loss_sum` and `valid_tokens`. Equal in every process.
+
+        A train step of a model with experts also gives `balance_loss` and `z_loss` (`models.moe`; means over the rows of the global
+        batch, before their coefficients, and not part of `loss`) and `dropped_tokens` (assignments without room, over all layers).
         """
         ...
 

@@ -70,13 +70,11 @@ reference = functools.cache(run)
 LAYOUTS = [
     ("dropless", "data", 2, {}),
     ("dropless", "fsdp", 1, {}),
-    ("dropless", "zero2", 1, {}),
     ("dropless", "expert", 1, {"mesh.expert": 4, "mesh.data": 2}),
     ("dropless", "fsdp_expert", 2, {}),
     ("dropless", "fsdp_expert_tensor", 1, {}),
     ("dropless", "tensor", 1, {}),
     ("dropless", "fsdp_tensor_sequence", 2, {}),
-    ("dropless", "context", 1, {}),
     ("dropless", "fsdp_expert", 1, {"backend.partitioner": "gspmd"}),
     ("dropless", "fsdp_expert", 1, {"sharding.weights.embed": [], "sharding.weights.mlp": ["fsdp"]}),
     ("limited", "data", 2, {}),
@@ -141,11 +139,12 @@ def test_bfloat16_products_leave_the_router_in_float32():
     session.prepare(batch)
     assert session.step(batch).result()["loss"] == pytest.approx(reference("everything")[0].losses[0], rel=0.03)
     text = session._jitted().lower(session._weights, session._state, session._placed(batch), np.float32(0)).as_text()
-    routers = [line for line in text.splitlines() if "dot_general" in line and "x16x4x" in line.partition("->")[2]]
-    assert routers
-    assert all(re.search(r"tensor<16x16x4xf32>", line.partition("->")[2]) for line in routers)
+    products = "\n".join(line.partition("->")[2] for line in text.splitlines() if "dot_general" in line)
+    assert "tensor<16x16x4xf32>" in products  # logits of 16 rows of 16 tokens for 4 experts
+    assert "tensor<16x16x4xbf16>" not in products
 
 
+@functools.cache
 def collectives(model):
     """The instructions of the compiled step that exchange something, on 2 devices for the experts and 4 for the rest."""
     session, job = opened(model, "fsdp_expert")

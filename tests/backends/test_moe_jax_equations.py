@@ -96,7 +96,7 @@ def test_room_is_a_share_of_the_sequence_rounded_up():
 def test_an_expert_takes_the_first_that_come_and_a_tokens_better_choices_first():
     on = placement(asked("limited", **{"workload.sequence": 3}))
     chosen = jnp.asarray([[[0, 1], [1, 0], [0, 1]]])
-    kept, dropped = moe.limited(chosen, 4, 2, on)
+    kept, dropped = moe.with_room(chosen, 4, 2, on)
     assert (kept.tolist(), dropped.tolist()) == ([[[0, 1], [1, 0], [4, 4]]], [2])
 
 

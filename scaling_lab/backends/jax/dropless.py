@@ -4,9 +4,10 @@ Shapes are fixed before it is known how many assignments an expert gets, and all
 assignments, are exchanged: an all-gather over the experts' axes, and a reduce-scatter of the sums; both again in the backward
 pass, with a second all-gather for the gradients. Of n devices with T tokens of e elements, each receives (n - 1) x T x e elements
 by each of the five, where an exchange of exactly the assignments (k a token) would be about k x T x e x (n - 1) / n, but for room
-that nobody can name beforehand: the all-gather costs n / k times as much, and no more for n up to k. What does not grow with the
-worst case is the work: an expert's rows are taken in blocks, as many as there are, by loops of that many turns.
-Shapes: T tokens, those of all devices of the axes; k experts a token; r rows of a block; e embed.
+that nobody can name beforehand: the all-gather costs n / k times as much, and no more for n up to k. The worst case also sets the
+size of one buffer of rows a pass, n x T x k x e elements, which lives no longer than its layer. It does not set the work: an
+expert's rows are taken in blocks, as many as there are, by loops of that many turns.
+Shapes: b sequences, t tokens, k experts a token, e embed; T tokens of all devices of the experts' axes.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ BLOCKS, MIN_BLOCK, MAX_BLOCK = 8, 16, 512
 
 
 class Sorted(NamedTuple):
-    """Assignments to this device's experts in the order of the experts, in which each has rows `first` to `first + count`."""
+    """Assignments to this device's experts in the order of the experts, in which each has `sizes` rows from `first` on."""
 
     rows: Rows
     first: jax.Array
-    count: jax.Array
+    sizes: jax.Array
     block: int
 
 
@@ -75,11 +76,11 @@ def _sorted(experts: Experts, chosen: jax.Array) -> Sorted:
     block = min(MAX_BLOCK, max(MIN_BLOCK, 1 << (share // BLOCKS).bit_length()))
     assigned = experts.own(chosen).reshape(-1, 1) == jnp.arange(experts.local)  # (T x k, experts)
     upto = jnp.cumsum(assigned, axis=0, dtype=jnp.int32)
-    count = upto[-1]
-    first = jnp.cumsum(count) - count
+    sizes = upto[-1]
+    first = jnp.cumsum(sizes) - sizes
     num = chosen.size + block  # a block that begins among the last rows ends beyond them
     position = jnp.where(assigned.any(axis=-1), ((first + upto - 1) * assigned).sum(axis=-1), num)
-    return Sorted(rows_at(position.reshape(chosen.shape), num), first, count, block)
+    return Sorted(rows_at(position.reshape(chosen.shape), num), first, sizes, block)
 
 
 def _each_block(
@@ -91,18 +92,18 @@ def _each_block(
     """
 
     def expert(results, of_expert):
-        matrices, first, count = of_expert
+        matrices, first, size = of_expert
 
         def block(number, carried):
             results, sums = carried
             begin = first + number * order.block
             source = jax.lax.dynamic_slice(order.rows.source, (begin,), (order.block,))
-            inside = number * order.block + jnp.arange(order.block) < count
+            inside = number * order.block + jnp.arange(order.block) < size
             rows = Rows(jnp.where(inside, source, order.rows.position.size), order.rows.position)
             found, sums = compute(rows, matrices, sums)
             # Beyond the expert's last row a block writes zeros, which the next expert's rows then take the place of.
             return tuple(jax.lax.dynamic_update_slice_in_dim(a, x, begin, 0) for a, x in zip(results, found, strict=True)), sums
 
-        return jax.lax.fori_loop(0, -(-count // order.block), block, (results, start(matrices)))
+        return jax.lax.fori_loop(0, -(-size // order.block), block, (results, start(matrices)))
 
-    return jax.lax.scan(expert, results, (matrices, order.first, order.count))
+    return jax.lax.scan(expert, results, (matrices, order.first, order.sizes))

@@ -29,7 +29,8 @@ def backward(
     """Gradients of x, of the weights and, float32, of this device's matrices."""
     slots = _slots(experts, chosen)
     d_out = _sent(experts, slots.of_tokens(dy))
-    d_rows, d_weight, d_matrices = jax.vmap(mlp_gradients)(*saved, d_out, matrices)
+    rows, weight = saved
+    d_rows, d_weight, d_matrices = jax.vmap(mlp_gradients)(rows, weight, d_out, matrices)
     return slots.to_tokens(_back(experts, d_rows)), slots.to_assignments(_back(experts, d_weight)), d_matrices
 
 

@@ -19,7 +19,7 @@ from scaling_lab.backends.jax.experts import experts
 from scaling_lab.backends.jax.mlp import Mlp
 from scaling_lab.backends.jax.products import described, product
 from scaling_lab.backends.jax.sharding import Placement
-from scaling_lab.models import model as sizes
+from scaling_lab.models.model import Moe as Sizes
 from scaling_lab.plan.experiment import Experiment
 
 CHOICES = ("batch", "sequence", None)
@@ -48,7 +48,7 @@ class Moe(nnx.Module):
         weights = moe.routed_scale * weighed(moe, logits, chosen)  # (b, t, k)
         reported = {"balance_loss": balance_loss(moe, logits, chosen), "z_loss": z_loss(logits)}
         most = room(moe, x.shape[1])
-        chosen, reported["dropped_tokens"] = limited(chosen, moe.experts, most, on)
+        chosen, reported["dropped_tokens"] = with_room(chosen, moe.experts, most, on)
         y = experts(on, moe.experts, most, x, chosen, weights, self.gate, self.up, self.down)
         return (y if self.shared is None else y + self.shared(x)), reported
 
@@ -60,7 +60,7 @@ def best(logits: jax.Array, k: int, on: Placement) -> jax.Array:
     return on.over_mesh(lambda own: jax.lax.top_k(own, k)[1], (layout,), layout)(jax.lax.stop_gradient(logits))
 
 
-def weighed(moe: sizes.Moe, logits: jax.Array, chosen: jax.Array) -> jax.Array:
+def weighed(moe: Sizes, logits: jax.Array, chosen: jax.Array) -> jax.Array:
     """What each of a token's chosen experts counts (b, t, k)."""
 
     def of_chosen(values: jax.Array) -> jax.Array:
@@ -75,7 +75,7 @@ def weighed(moe: sizes.Moe, logits: jax.Array, chosen: jax.Array) -> jax.Array:
     return weights
 
 
-def balance_loss(moe: sizes.Moe, logits: jax.Array, chosen: jax.Array) -> jax.Array:
+def balance_loss(moe: Sizes, logits: jax.Array, chosen: jax.Array) -> jax.Array:
     """Of each row (b,): n x sum over experts of (their share of its assignments x their mean probability)."""
     share = _is_expert(chosen, moe.experts).mean(axis=(1, 2))  # (b, n)
     probability = jax.nn.softmax(logits, axis=-1).mean(axis=1)  # (b, n)
@@ -87,14 +87,14 @@ def z_loss(logits: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean(axis=1)
 
 
-def room(moe: sizes.Moe, sequence: int) -> int | None:
+def room(moe: Sizes, sequence: int) -> int | None:
     """How many assignments of a sequence an expert takes; None: all."""
     if moe.capacity_factor is None:
         return None
     return math.ceil(moe.capacity_factor * sequence * moe.experts_per_token / moe.experts)
 
 
-def limited(chosen: jax.Array, num: int, most: int | None, on: Placement) -> tuple[jax.Array, jax.Array]:
+def with_room(chosen: jax.Array, num: int, most: int | None, on: Placement) -> tuple[jax.Array, jax.Array]:
     """chosen (b, t, k) with `num`, no expert, in place of experts without room; how many assignments of each row (b,) that drops.
 
     An expert takes its first ones in the order of the text, of one token's in the order of its choices; a row counts whole,
