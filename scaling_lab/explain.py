@@ -83,7 +83,7 @@ def _new_keys(key: str, value: str) -> str | None:
         given = None
     if not takes(dict, path):
         given = {path.pop(): given}
-    if not isinstance(given, dict) or not all(given.values()):
+    if not isinstance(given, dict) or not given or None in given.values():
         return f"{key}: a group of keys; write +{key}.NAME=VALUE for each."
     rows = _ROWS.get(".".join(path))
     if unknown := [name for name in given if rows and name not in rows]:

@@ -135,7 +135,7 @@ def test_a_gradient_is_summed_over_devices_in_the_reduce_dtype(reduce):
     compute = train.loss_and_gradients(job.experiment, on)
     described = {n: jax.ShapeDtypeStruct(p.shape, np.float32) for n, p in on.described.items()}
     rows = jax.ShapeDtypeStruct((1, ROWS, 16), np.int32)
-    text = jax.jit(compute).lower(described, rows, rows).as_text()
+    text = jax.jit(compute).lower(described, {"tokens": rows, "labels": rows}).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line and "-> tensor<32x64x" in line]
     wanted, other = ("xf32>", "xbf16>") if reduce == "float32" else ("xbf16>", "xf32>")
     assert any(line.endswith(wanted) or f"{wanted} loc" in line for line in products), products
@@ -227,8 +227,9 @@ def test_the_program_does_not_grow_with_the_layers():
         shardings = session._weight_shardings, session._state_shardings
         weights = {n: jax.ShapeDtypeStruct(p.shape, np.float32) for n, p in session._on.described.items()}
         rows = jax.ShapeDtypeStruct((1, ROWS, 16), np.int32)
-        lowered = jax.jit(step, in_shardings=(*shardings, None, None, None)).lower(
-            weights, session._described_state, rows, rows, np.float32(0)
+        batch = {"tokens": rows, "labels": rows}
+        lowered = jax.jit(step, in_shardings=(*shardings, None, None)).lower(
+            weights, session._described_state, batch, np.float32(0)
         )
         return len(lowered.as_text().splitlines())
 

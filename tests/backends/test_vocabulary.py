@@ -54,3 +54,11 @@ def test_torch_with_a_padded_vocabulary_or_in_chunks_equals_the_plain_model(mode
     table, keys = CASES[case]
     plain = config(model, table, "torch", **keys)
     assert differences(cut(torch_pool(plain, odd_batches()), plain), plain_outcomes[model]) == []
+
+
+@pytest.mark.xdist_group("jax_llama")
+@pytest.mark.parametrize("case", CASES)
+def test_jax_with_a_padded_vocabulary_or_in_chunks_equals_the_plain_model(case, plain_outcomes):
+    table, keys = CASES[case]
+    plain = config("llama", table, "jax", **keys)
+    assert differences(cut(run_jax(plain, odd_batches()), plain), plain_outcomes["llama"]) == []

@@ -1,9 +1,9 @@
 """Causal self-attention, in two forms with one meaning: `plain` (softmax written out) and `fused` (scores never kept whole).
 
 Softmax is in float32 whatever the compute dtype. Must not know meshes or layouts.
-Shapes: query [batch, sequence, heads, head_dim]; key, value [batch, sequence, kv_heads, head_dim]; heads = kv_heads x group,
-query head h reading key head h // group; documents [batch, sequence]: numbers of the documents packed in a row, or None.
-The result is shaped as the query.
+Shapes: query [batch, sequence, heads, head_dim]; key [batch, sequence, kv_heads, head_dim]; value [batch, sequence, kv_heads,
+value_dim], value_dim often head_dim; heads = kv_heads x group, query head h reading key head h // group; documents
+[batch, sequence]: numbers of the documents packed in a row, or None. The result is [batch, sequence, heads, value_dim].
 """
 
 from __future__ import annotations
@@ -28,13 +28,20 @@ def attend(
         return plain(query, key, value, documents)
     if platform == "cpu":
         return blocked(query, key, value, documents)
-    mask = None if documents is None else same_document(documents, documents)[:, None]
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
+    return _library(query, key, value, None if documents is None else same_document(documents, documents)[:, None])
 
 
 def same_document(queries: jax.Array, keys: jax.Array) -> jax.Array:
     """Document numbers (batch, t) and (batch, s) -> (batch, t, s): whether a query may see a key as far as they go."""
     return queries[:, :, None] == keys[:, None, :]
+
+
+def _library(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """What JAX chooses. It wants one size of query, key and value: the smaller are filled up with zeros, which add nothing."""
+    size = max(query.shape[-1], value.shape[-1])
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1]))) for x in (query, key, value))
+    mixed = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, scale=query.shape[-1] ** -0.5)
+    return mixed[..., : value.shape[-1]]
 
 
 def plain(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None) -> jax.Array:
@@ -47,7 +54,7 @@ def plain(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Arr
         seen = (seen & same_document(documents, documents))[:, None, None]
     scores = jnp.where(seen, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)  # (batch, kv_heads, group, sequence, sequence)
-    return jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(query.shape)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(*query.shape[:3], -1)
 
 
 @jax.custom_vjp
@@ -86,7 +93,7 @@ def _forward(query, key, value, documents):
         weights = jnp.exp(scores - normaliser[..., None]).astype(query.dtype)
         outputs.append(jnp.einsum("bkgts,bksd->bkgtd", weights, v[:, :, : block.stop]))
         normalisers.append(normaliser)
-    output = jnp.concatenate(outputs, axis=3).transpose(0, 3, 1, 2, 4).reshape(query.shape)
+    output = jnp.concatenate(outputs, axis=3).transpose(0, 3, 1, 2, 4).reshape(*query.shape[:3], -1)
     output = checkpoint_name(output, ATTENTION_OUTPUT)
     normaliser = checkpoint_name(jnp.concatenate(normalisers, axis=3), ATTENTION_NORMALISER)
     return output, (query, key, value, documents, output, normaliser)

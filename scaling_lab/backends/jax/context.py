@@ -29,8 +29,10 @@ KEY_VALUE = ("batch", "sequence", "kv_heads", "head_dim")
 def attend(
     query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None, *, form: str, on: Placement
 ) -> jax.Array:
-    """Causal attention over the whole sequence, of global arrays laid out as the table says."""
+    """Causal attention over the whole sequence, in parts or not, of global arrays laid out as the table says."""
     split, rules = on.plan.sequence, on.plan.rules
+    if split.parts == 1:
+        return attention.attend(query, key, value, documents, form=form, platform=on.plan.platform)
     if split.strategy == "all_to_all":
         return _over_heads(query, key, value, documents, form=form, on=on)
     layout, source = (rules.activation_layout(axes).real(on.plan.mesh) for axes in (QUERY, KEY_VALUE))
@@ -87,7 +89,7 @@ def _local(how: How, query: jax.Array, key: jax.Array, value: jax.Array, documen
     q = query.reshape(batch, sequence, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
     numbers = None if documents is None else documents[..., None]
     mixed = _around(how, q, key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), numbers)
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(*query.shape[:3], -1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

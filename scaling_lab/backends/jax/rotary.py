@@ -12,13 +12,16 @@ from scaling_lab.models.model import Model, RopeScaling
 
 
 def rotary_tables(model: Model, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [..., sequence, 1, head_dim / 2] of position x frequency, float32. positions: integers [..., sequence]."""
+    """Cosines and sines [..., sequence, 1, turned / 2] of position x frequency, float32. positions: integers [..., sequence].
+
+    turned: how many dims of a head are, all of them but with latent attention.
+    """
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies(model)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotary(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """x [batch, sequence, heads, head_dim] with the pairs (i, i + head_dim / 2) turned by their position's angle."""
+    """x [batch, sequence, heads, turned] with the pairs (i, i + turned / 2) turned by their position's angle."""
     cos, sin = tables
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -26,8 +29,9 @@ def rotary(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def frequencies(model: Model) -> np.ndarray:
-    """Radians per position of each pair, theta^(-2i / head_dim), scaled where the model says so; float32 [head_dim / 2]."""
-    plain = model.rope_theta ** (-np.arange(0, model.head_dim, 2) / model.head_dim)
+    """Radians per position of each pair, theta^(-2i / turned), scaled where the model says so; float32 [turned / 2]."""
+    turned = model.latent.rope_dim if model.latent else model.head_dim
+    plain = model.rope_theta ** (-np.arange(0, turned, 2) / turned)
     scaled = plain if model.rope_scaling is None else _scaled(plain, model.rope_scaling)
     return scaled.astype(np.float32)
 

@@ -53,20 +53,35 @@ class Placement:
         """Of every parameter in a column: `weights`, `gradients` or `optimizer`."""
         return {p.parameter.name: self.named(getattr(p, column)) for p in self.plan.parameters}
 
+    def activation(self, axes: tuple[str | None, ...]) -> Layout:
+        """The layout of an activation with these logical axes; a row that is missing is an error."""
+        return self.plan.rules.activation_layout(axes).real(self.plan.mesh)
+
     def constrain(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-        """An activation, laid out as the table says for its logical axes; a row that is missing is an error."""
-        layout = self.plan.rules.activation_layout(axes).real(self.plan.mesh)
+        """An activation, laid out as the table says for its logical axes."""
+        layout = self.activation(axes)
         assert len(layout.dims) == x.ndim, (axes, x.shape)
         return jax.lax.with_sharding_constraint(x, self.named(layout))
 
     def constrain_weight(self, x: jax.Array, name: str, column: str) -> jax.Array:
         """A tensor shaped as a parameter, or as one layer of it, laid out as a column (or `compute`) says."""
-        planned = self.planned[name]
-        layout: Layout = getattr(planned, column)
-        if planned.parameter.stacked and x.ndim == len(layout.dims) - 1:
-            layout = layout.drop_dim(0)
+        layout: Layout = getattr(self.planned[name], column)
+        if x.ndim == len(layout.dims) - 1:
+            layout = self.layer_layout(name, column)
         assert len(layout.dims) == x.ndim, (name, x.shape)
         return jax.lax.with_sharding_constraint(x, self.named(layout))
+
+    def layer_layout(self, name: str, column: str) -> Layout:
+        """The layout of one layer of a stacked parameter, as a column (or `compute`) says."""
+        planned = self.planned[name]
+        assert planned.parameter.stacked, name
+        layout: Layout = getattr(planned, column)
+        return layout.drop_dim(0)
+
+    def over_mesh(self, compute: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Callable[..., Any]:
+        """`compute` of each device's parts of global arrays; inputs and outputs are trees of layouts, or what begins one."""
+        into, out_of = jax.tree.map(lambda layout: self.named(layout).spec, (inputs, outputs))
+        return jax.shard_map(compute, mesh=self.mesh, in_specs=into, out_specs=out_of, check_vma=False)
 
     @property
     def positions(self) -> jax.Array:

@@ -17,7 +17,7 @@ import numpy as np
 
 from scaling_lab.backends.contract import Batch, Job, Pending, Session
 from scaling_lab.backends.jax import optimizer, runtime, sharding
-from scaling_lab.backends.jax.loss import cross_entropy_sum
+from scaling_lab.backends.jax.loss import router_loss, router_metrics
 from scaling_lab.backends.jax.products import gradient_dtype
 from scaling_lab.backends.jax.sharding import Arrays, Placement
 from scaling_lab.backends.jax.transformer import forward
@@ -33,36 +33,42 @@ def open_session(job: Job) -> Session:
     return JaxSession(job, Placement(mesh, job.plan, job.experiment.workload.precision))
 
 
-def loss_and_gradients(experiment: Experiment, on: Placement) -> Callable[..., tuple[jax.Array, jax.Array, Arrays]]:
-    """A pure function (weights, batch by name [accumulation, rows, sequence]) -> (loss, valid tokens, gradients).
+def loss_and_gradients(experiment: Experiment, on: Placement) -> Callable[..., tuple[Arrays, Arrays]]:
+    """A pure function (weights, batch by name [accumulation, rows, sequence]) -> (metrics, gradients).
 
-    The loss is one quotient: the sum over all valid tokens by their number. The number is known before the first microbatch, so
-    each one adds its share to the loss and to the gradients, and no factor of accumulation changes their sum.
+    The loss is one quotient: the sum over all valid tokens by their number. What routers add is a mean over all rows. Both numbers
+    are known before the first microbatch, so each one adds its share to metrics and gradients, and no factor of accumulation
+    changes their sum.
     """
     apply = forward(experiment, on)
     dtype = gradient_dtype(experiment.workload.precision)
 
-    def share(weights: Arrays, batch: Arrays, count: jax.Array) -> jax.Array:
-        inputs = {name: x for name, x in batch.items() if name != "labels"}
-        return cross_entropy_sum(apply(weights, **inputs), batch["labels"]) / count
+    def share(weights: Arrays, batch: Arrays, tokens: jax.Array, rows: int) -> tuple[jax.Array, Arrays]:
+        loss_sum, reported = apply(weights, **batch)
+        loss = loss_sum / tokens
+        metrics = {"loss": loss, **router_metrics(reported, rows)}
+        return loss + router_loss(experiment.model, metrics), metrics
 
-    def one(weights, batch, count):
-        loss, gradients = jax.value_and_grad(share)(weights, batch, count)
-        return loss, {name: on.constrain_weight(g.astype(dtype), name, "gradients") for name, g in gradients.items()}
+    def one(weights, batch, tokens, rows):
+        (_, metrics), gradients = jax.value_and_grad(share, has_aux=True)(weights, batch, tokens, rows)
+        return metrics, {name: on.constrain_weight(g.astype(dtype), name, "gradients") for name, g in gradients.items()}
 
-    def compute(weights: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array, Arrays]:
-        valid = (batch["labels"] >= 0).sum()
-        count = jnp.maximum(valid, 1).astype(jnp.float32)
-        if batch["tokens"].shape[0] == 1:
-            loss, gradients = one(weights, {name: x[0] for name, x in batch.items()}, count)
-            return loss, valid, gradients
+    def compute(weights: Arrays, batch: Arrays) -> tuple[Arrays, Arrays]:
+        valid, (accumulation, rows, _) = (batch["labels"] >= 0).sum(), batch["labels"].shape
+        tokens, rows = jnp.maximum(valid, 1).astype(jnp.float32), accumulation * rows
+        first = {name: x[0] for name, x in batch.items()}
+        if accumulation == 1:
+            metrics, gradients = one(weights, first, tokens, rows)
+            return {**metrics, "valid_tokens": valid}, gradients
 
         def accumulate(total, microbatch):
-            return jax.tree.map(jnp.add, total, one(weights, microbatch, count)), None
+            return jax.tree.map(jnp.add, total, one(weights, microbatch, tokens, rows)), None
 
+        described, _ = jax.eval_shape(partial(one, rows=rows), weights, first, tokens)
+        zeros = {name: jnp.zeros(metric.shape, metric.dtype) for name, metric in described.items()}
         nothing = {name: on.constrain_weight(jnp.zeros(w.shape, dtype), name, "gradients") for name, w in weights.items()}
-        (loss, gradients), _ = jax.lax.scan(accumulate, (jnp.zeros((), jnp.float32), nothing), batch)
-        return loss, valid, gradients
+        (metrics, gradients), _ = jax.lax.scan(accumulate, (zeros, nothing), batch)
+        return {**metrics, "valid_tokens": valid}, gradients
 
     return compute
 
@@ -75,12 +81,12 @@ def train_step(
     clip = experiment.workload.optimizer.clip
 
     def step(weights, state, batch, lr):
-        loss, valid, gradients = compute(weights, batch)
+        metrics, gradients = compute(weights, batch)
         norm = optimizer.global_norm(gradients)
         factor = optimizer.clip_factor(norm, clip)
         clipped = {name: gradient * factor for name, gradient in gradients.items()}
         weights, state = optimizer.apply(transform, on, weights, state, clipped, lr)
-        return weights, state, {"loss": loss, "grad_norm": norm, "lr": lr, "valid_tokens": valid}
+        return weights, state, {**metrics, "grad_norm": norm, "lr": lr}
 
     return step
 
@@ -179,8 +185,7 @@ class JaxSession:
         apply = forward(self._job.experiment, self._on)
 
         def evaluate(weights, batch):
-            labels, inputs = batch["labels"], {name: x for name, x in batch.items() if name != "labels"}
-            return {"loss_sum": cross_entropy_sum(apply(weights, **inputs), labels), "valid_tokens": (labels >= 0).sum()}
+            return {"loss_sum": apply(weights, **batch)[0], "valid_tokens": (batch["labels"] >= 0).sum()}
 
         return evaluate
 
@@ -222,8 +227,8 @@ class JaxSession:
         compute = loss_and_gradients(self._job.experiment, self._on)
 
         def measure(weights, batch):
-            loss, valid, gradients = compute(weights, batch)
-            return {"loss": loss, "grad_norm": optimizer.global_norm(gradients), "valid_tokens": valid}, gradients
+            metrics, gradients = compute(weights, batch)
+            return {**metrics, "grad_norm": optimizer.global_norm(gradients)}, gradients
 
         return measure
 

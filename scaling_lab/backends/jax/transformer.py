@@ -1,8 +1,8 @@
 """The decoder as flax NNX modules: equations only. Where things lie is asked of `Placement`; values are made elsewhere.
 
-Modules hold `nnx.Param`s whose dotted paths are the names in `models.decoder`, described (shape and dtype) before any exists.
-Parameters of `layers` are stacked over layers in dim 0; the same modules compute one layer from one slice of them.
-Shapes: b batch, t sequence, e embed, h heads or kv_heads, d head_dim, f mlp, v vocab.
+Modules hold `nnx.Param`s that carry the names of `models.decoder`, described (shape and dtype) before any exists.
+Parameters of a stack are stacked over its layers in dim 0; the same modules compute one layer from one slice of them.
+Shapes: b batch, t sequence, e embed, h heads or kv_heads, d head_dim, v vocab.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ import numpy as np
 from flax import nnx
 
 from scaling_lab.backends.jax import context
-from scaling_lab.backends.jax.attention import attend
-from scaling_lab.backends.jax.products import lookup, product, use
+from scaling_lab.backends.jax.latent import LatentAttention
+from scaling_lab.backends.jax.loss import cross_entropy_sum
+from scaling_lab.backends.jax.mlp import Mlp
+from scaling_lab.backends.jax.moe import Moe
+from scaling_lab.backends.jax.norm import Norm, rms_norm
+from scaling_lab.backends.jax.products import described, lookup, plus, product
 from scaling_lab.backends.jax.remat import rematerialise
 from scaling_lab.backends.jax.rotary import rotary, rotary_tables
 from scaling_lab.backends.jax.runtime import mesh_of
 from scaling_lab.backends.jax.sharding import Arrays, Placement, place_values
+from scaling_lab.models.decoder import stacks
 from scaling_lab.plan.experiment import Experiment
 from scaling_lab.plan.plan import Found, make_plan
 
@@ -30,37 +35,62 @@ RESIDUAL = ("batch", "residual_sequence", "embed")
 INPUT = ("batch", "sequence", "embed")
 QUERY = ("batch", "sequence", "heads", "head_dim")
 KEY_VALUE = ("batch", "sequence", "kv_heads", "head_dim")
-HIDDEN = ("batch", "sequence", "mlp")
 LOGITS = ("batch", "sequence", "vocab")
 
 
 class Decoder(nnx.Module):
-    """tokens (b, t) -> logits (b, t, v). documents, positions (b, t): of packed rows, see `contract.Batch`."""
+    """tokens (b, t) -> logits (b, t, v), or with labels (b, t) the sum of their cross-entropies, and what routers report.
+
+    The latter by name, of each row (b,), summed over layers; nothing without experts.
+    documents, positions (b, t): of packed rows, see `contract.Batch`.
+    """
 
     def __init__(self, experiment: Experiment, on: Placement):
         self.experiment, self.on = experiment, on
         self.embed = Embedding(on)
-        self.layers = Layer(experiment, on)
+        for stack in stacks(experiment.model):
+            setattr(self, stack, Layer(experiment, on, stack))
         self.final_norm = Norm(experiment, on, "final_norm")
         self.head = Head(on)
 
-    def __call__(self, tokens, documents=None, positions=None):
+    def __call__(self, tokens, labels=None, documents=None, positions=None):
         positions = self.on.positions if positions is None else positions
         x = self.on.constrain(self.embed(tokens, positions), RESIDUAL)  # (b, t, e)
-        x = self._through_layers(x, documents, positions)
+        x, reported = self._through_layers(x, documents, positions)
+        return self.finish(x, labels), reported
+
+    def finish(self, x, labels):
+        """What follows the layers."""
         x = self.on.constrain(self.final_norm(x), INPUT)
+        if labels is None:
+            return self.logits(x)
+        chunks = self.experiment.workload.loss_chunks
+        if chunks == 1:
+            return self.loss(x, labels)
+        # Every chunks-th token makes a chunk, so that a chunk of a split sequence has tokens of each of its parts.
+        parts = [jnp.moveaxis(one.reshape(one.shape[0], -1, chunks, *one.shape[2:]), 2, 0) for one in (x, labels)]
+        add = jax.checkpoint(lambda total, part: (total + self.loss(*part), None), prevent_cse=False)
+        return jax.lax.scan(add, jnp.zeros((), jnp.float32), parts)[0]
+
+    def logits(self, x):
+        """x (b, t, e) -> (b, t, v)."""
         table = self.embed.tokens if self.experiment.model.tied_head else None
-        return self.on.constrain(self.head(x, table), LOGITS)  # (b, t, v)
+        return self.on.constrain(self.head(x, table), LOGITS)
+
+    def loss(self, x, labels):
+        """The sum of cross-entropies; in a checkpoint, logits are made again in the backward pass."""
+        return cross_entropy_sum(self.logits(x), labels, self.experiment.model.vocab)
 
     def _through_layers(self, x, documents, positions):
-        experiment, scanned = self.experiment, bool(self.experiment.backend.scan_layers)
+        experiment = self.experiment
+        reported: dict[str, jax.Array] = {}
         tables = rotary_tables(experiment.model, positions) if experiment.model.positions == "rope" else None
+        scanned = bool(experiment.backend.scan_layers)
         layer = rematerialise(lambda layer, x: layer(x, tables, documents), experiment.workload.remat, scanned=scanned)
-        if scanned:
-            return jax.lax.scan(lambda x, one: (layer(one, x), None), x, self.layers)[0]
-        for one in _unstacked(self.layers, experiment.model.layers):
-            x = layer(one, x)
-        return x
+        for stack, numbers in stacks(experiment.model).items():
+            x, found = _through(layer, x, getattr(self, stack), len(numbers), scanned=scanned)
+            reported |= {name: rows.sum(axis=0) for name, rows in found.items()}  # (layers, b) -> (b,)
+        return x, reported
 
 
 class Embedding(nnx.Module):
@@ -78,35 +108,22 @@ class Embedding(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """x (b, t, e) -> x (b, t, e)."""
+    """x (b, t, e) -> x (b, t, e), and what a router reports."""
 
-    def __init__(self, experiment: Experiment, on: Placement):
-        self.on = on
-        self.attention_norm = Norm(experiment, on, "layers.attention_norm")
-        self.attention = Attention(experiment, on)
-        self.mlp_norm = Norm(experiment, on, "layers.mlp_norm")
-        self.mlp = Mlp(on)
+    def __init__(self, experiment: Experiment, on: Placement, stack: str):
+        self.on, model = on, experiment.model
+        self.attention_norm = Norm(experiment, on, f"{stack}.attention_norm")
+        self.attention = (LatentAttention if model.latent else Attention)(experiment, on, f"{stack}.attention.")
+        self.mlp_norm = Norm(experiment, on, f"{stack}.mlp_norm")
+        mixture = model.moe is not None and stack == "layers"
+        self.mlp = Moe(experiment, on, f"{stack}.moe.") if mixture else Mlp(on, f"{stack}.mlp.")
 
     def __call__(self, x, tables, documents):
         y = self.on.constrain(self.attention_norm(x), INPUT)
         x = x + self.on.constrain(self.attention(y, tables, documents), RESIDUAL)
         y = self.on.constrain(self.mlp_norm(x), INPUT)
-        return x + self.on.constrain(self.mlp(y), RESIDUAL)
-
-
-class Norm(nnx.Module):
-    """x (b, t, e) -> (b, t, e), statistics in float32: RMSNorm, or LayerNorm where the model says so."""
-
-    def __init__(self, experiment: Experiment, on: Placement, name: str):
-        self.on, self.eps = on, experiment.model.norm_eps
-        self.scale, self.bias = described(on, f"{name}.scale"), described(on, f"{name}.bias")
-
-    def __call__(self, x):
-        wide = x.astype(jnp.float32)
-        if self.bias is not None:
-            wide = wide - wide.mean(axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + self.eps)
-        return _plus(self.on, wide.astype(x.dtype) * use(self.on, self.scale), self.bias)
+        y, reported = self.mlp(y) if isinstance(self.mlp, Moe) else (self.mlp(y), {})
+        return x + self.on.constrain(y, RESIDUAL), reported
 
 
 class Attention(nnx.Module):
@@ -114,59 +131,33 @@ class Attention(nnx.Module):
 
     query: Any
     query_bias: Any
+    query_norm: Any
     key: Any
     key_bias: Any
+    key_norm: Any
     value: Any
     value_bias: Any
     output: Any
     output_bias: Any
 
-    def __init__(self, experiment: Experiment, on: Placement):
-        self.on, self.form = on, experiment.backend.attention
-        for name in ("query", "key", "value", "output"):
-            setattr(self, name, described(on, f"layers.attention.{name}"))
-            setattr(self, f"{name}_bias", described(on, f"layers.attention.{name}_bias"))
+    def __init__(self, experiment: Experiment, on: Placement, prefix: str):
+        self.on, self.form, self.eps = on, experiment.backend.attention, experiment.model.norm_eps
+        for name in Attention.__annotations__:
+            setattr(self, name, described(on, f"{prefix}{name}"))
 
     def __call__(self, x, tables, documents):
         on = self.on
-        query = _plus(on, product(on, "bte,ehd->bthd", x, self.query), self.query_bias)
-        key = _plus(on, product(on, "bte,ehd->bthd", x, self.key), self.key_bias)
-        value = _plus(on, product(on, "bte,ehd->bthd", x, self.value), self.value_bias)
+        query = plus(on, product(on, "bte,ehd->bthd", x, self.query), self.query_bias)
+        key = plus(on, product(on, "bte,ehd->bthd", x, self.key), self.key_bias)
+        value = plus(on, product(on, "bte,ehd->bthd", x, self.value), self.value_bias)
+        if self.query_norm is not None:
+            query, key = rms_norm(on, query, self.query_norm, self.eps), rms_norm(on, key, self.key_norm, self.eps)
         if tables is not None:
             query, key = rotary(query, tables), rotary(key, tables)
         query, key, value = on.constrain(query, QUERY), on.constrain(key, KEY_VALUE), on.constrain(value, KEY_VALUE)
-        if on.plan.sequence.parts == 1:
-            mixed = attend(query, key, value, documents, form=self.form, platform=on.plan.platform)
-        else:
-            mixed = context.attend(query, key, value, documents, form=self.form, on=on)
+        mixed = context.attend(query, key, value, documents, form=self.form, on=on)
         mixed = on.constrain(mixed, QUERY)  # (b, t, h, d)
-        return _plus(on, product(on, "bthd,hde->bte", mixed, self.output), self.output_bias)
-
-
-class Mlp(nnx.Module):
-    """x (b, t, e) -> (b, t, e): SwiGLU where there is a gate, else GELU in GPT-2's tanh form."""
-
-    gate: Any
-    gate_bias: Any
-    up: Any
-    up_bias: Any
-    down: Any
-    down_bias: Any
-
-    def __init__(self, on: Placement):
-        self.on = on
-        for name in ("gate", "gate_bias", "up", "up_bias", "down", "down_bias"):
-            setattr(self, name, described(on, f"layers.mlp.{name}"))
-
-    def __call__(self, x):
-        on = self.on
-        hidden = on.constrain(_plus(on, product(on, "bte,ef->btf", x, self.up), self.up_bias), HIDDEN)  # (b, t, f)
-        if self.gate is None:
-            hidden = jax.nn.gelu(hidden, approximate=True)
-        else:
-            gate = on.constrain(_plus(on, product(on, "bte,ef->btf", x, self.gate), self.gate_bias), HIDDEN)
-            hidden = hidden * jax.nn.silu(gate)
-        return _plus(on, product(on, "btf,fe->bte", hidden, self.down), self.down_bias)
+        return plus(on, product(on, "bthd,hde->bte", mixed, self.output), self.output_bias)
 
 
 class Head(nnx.Module):
@@ -182,16 +173,15 @@ class Head(nnx.Module):
         return product(self.on, "bte,ev->btv", x, self.weight)
 
 
-def described(on: Placement, name: str) -> Any:
-    """A parameter without a value yet, or None where the model has none of that name."""
-    if name not in on.described:
-        return None
-    shape = on.described[name].shape
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(on.precision.params)), parameter=name)
-
-
-def _plus(on: Placement, x: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    return x if bias is None else x + use(on, bias)
+def _through(layer: Callable[..., Any], x: Any, stack: Layer, count: int, *, scanned: bool) -> tuple[Any, dict[str, jax.Array]]:
+    """x after every layer of a stack, and their reports (layers, b)."""
+    if scanned:
+        return jax.lax.scan(lambda x, one: layer(one, x), x, stack)
+    reports = []
+    for one in _unstacked(stack, count):
+        x, report = layer(one, x)
+        reports.append(report)
+    return x, jax.tree.map(lambda *rows: jnp.stack(rows), *reports)
 
 
 def _unstacked(layers: Layer, count: int) -> list[Layer]:
@@ -201,15 +191,15 @@ def _unstacked(layers: Layer, count: int) -> list[Layer]:
     return [jax.tree.unflatten(structure, [leaf[0] for leaf in one]) for one in slices]
 
 
-def forward(experiment: Experiment, on: Placement) -> Callable[..., jax.Array]:
-    """A pure function (weights by name, tokens (b, t), documents and positions (b, t) if packed) -> logits (b, t, v)."""
+def forward(experiment: Experiment, on: Placement) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
+    """A pure function (weights by name, arrays of a batch by name (b, t)) -> what `Decoder` gives."""
     graph, state = nnx.split(Decoder(experiment, on))
-    variables = {".".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)}
+    variables = {variable.get_metadata("parameter"): (path, variable) for path, variable in nnx.to_flat_state(state)}
     assert variables.keys() == on.described.keys(), sorted(variables.keys() ^ on.described.keys())
 
-    def apply(weights: Arrays, tokens: jax.Array, **packed: jax.Array) -> jax.Array:
+    def apply(weights: Arrays, **batch: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         filled = [(path, variable.replace(weights[name])) for name, (path, variable) in variables.items()]
-        return nnx.merge(graph, nnx.from_flat_state(filled))(tokens, **packed)
+        return nnx.merge(graph, nnx.from_flat_state(filled))(**batch)
 
     return apply
 
@@ -223,5 +213,5 @@ def logits(experiment: Experiment, weights: Mapping[str, np.ndarray], tokens: np
     devices = jax.devices()[:1]
     plan = make_plan(experiment, Found(devices[0].platform, 1, True, None))
     on = Placement(mesh_of(plan, devices), plan, experiment.workload.precision)
-    computed = jax.jit(forward(experiment, on))(place_values(on, weights), jnp.asarray(tokens, jnp.int32))
-    return np.asarray(computed, np.float32)
+    computed, _ = jax.jit(forward(experiment, on))(place_values(on, weights), tokens=jnp.asarray(tokens, jnp.int32))
+    return np.asarray(computed[..., : experiment.model.vocab], np.float32)

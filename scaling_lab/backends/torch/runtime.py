@@ -139,6 +139,10 @@ def _import_compiler(device: torch.device, threads: int) -> None:
         importlib.import_module("torch._inductor.compile_fx")
     # Its tracer looks at the gradients of whatever it meets.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+    # And it makes an instance of a function that sends gradients to other processes.
+    warnings.filterwarnings(
+        "ignore", "<class 'torch.autograd.function.Function'> should not be instantiated", DeprecationWarning
+    )
 
 
 def check_planned(plan: Plan) -> None:

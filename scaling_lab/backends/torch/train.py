@@ -73,7 +73,8 @@ class TorchSession:
         self.optimizer = make_optimizer(experiment.workload.optimizer, self.in_buckets, self.stepped)
         counted = [on.first_along_others(piece.layout("optimizer").axes) for piece in self.in_buckets]
         self.counted = torch.tensor(counted, dtype=torch.float64, device=world.device)
-        self.routes = experiment.model.moe is not None
+        moe = experiment.model.moe
+        self.coefficients = (moe.balance_loss, moe.z_loss, 0.0) if moe else ()  # of what routers report
         self.counts_tokens = on.first_along_others(job.plan.rules.divided_axes)
         self.steps_done = 0
         if experiment.backend.compile:
@@ -189,7 +190,7 @@ class TorchSession:
         own = self._own(batch)
         labels = own["labels"].masked_fill_(own["labels"] < 0, IGNORED)
         count = (labels != IGNORED).sum().double()
-        scale = self._router_scale(count) if backward and self.routes else None
+        scale = self._router_scale(count) if backward and any(self.coefficients) else None
         loss_sum, reported = (torch.zeros(size, dtype=torch.float64, device=self.world.device) for size in ((), len(REPORTED)))
         for microbatch in range(len(labels)):
             more = microbatch < len(labels) - 1
@@ -200,7 +201,7 @@ class TorchSession:
                     (loss if scale is None else loss + (router * scale).sum()).backward()
             loss_sum += loss.detach()
             reported += 0.0 if router is None else router.detach()
-        routers = dict(zip(REPORTED, reported, strict=True)) if self.routes else {}
+        routers = dict(zip(REPORTED, reported, strict=True)) if self.coefficients else {}
         return {"loss_sum": loss_sum, "valid_tokens": count, **routers}
 
     def _router_scale(self, count: Tensor) -> Tensor:
@@ -210,11 +211,10 @@ class TorchSession:
         multiplied by that number here, in this process's backward pass already. A model without experts needs no such number
         before its step ends.
         """
-        moe, total = self.job.experiment.model.moe, self._counted_once(count)
-        assert moe is not None
+        total = self._counted_once(count)
         if self.world.mesh is not None:
             dist.all_reduce(total)
-        coefficients = torch.tensor([moe.balance_loss, moe.z_loss, 0.0], dtype=torch.float64, device=count.device)
+        coefficients = torch.tensor(self.coefficients, dtype=torch.float64, device=count.device)
         return (coefficients * total.clamp(min=1) / self.job.experiment.workload.global_batch).float()
 
     def _own(self, batch: Batch) -> dict[str, Tensor]:

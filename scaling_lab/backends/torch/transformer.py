@@ -91,8 +91,13 @@ class Decoder(nn.Module):
         return [layer for stack in stacks(self.experiment.model) for layer in getattr(self, stack)]
 
     def compile_parts(self) -> None:
-        """Compile each layer, and what follows them unless the vocabulary is split: its exchange is not for the compiler."""
+        """Compile each layer, and what follows them unless the vocabulary is split: its exchange is not for the compiler.
+
+        Nor are experts, whose shapes differ from step to step.
+        """
         for layer in self.every_layer():
+            for module in layer.apart():
+                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
             layer.compile()
         if self.on.compute_mesh is None:
             self.finish = torch.compile(self.finish)  # type: ignore[method-assign]
