@@ -75,8 +75,6 @@ def _quoted(key: str, value: str) -> str:
 def _new_keys(key: str, value: str) -> str | None:
     """How to add keys to a group that may hold more than it does: Hydra wants a plus. None where the group is fixed."""
     path = key.split(".")
-    if path[-1] not in _ROWS.get(".".join(path[:-1]), path):  # a row of a sharding table has one of a few names
-        return None
     if not (takes(dict, path) or takes(dict, path[:-1])):
         return None
     try:
@@ -85,7 +83,7 @@ def _new_keys(key: str, value: str) -> str | None:
         given = None
     if not takes(dict, path):
         given = {path.pop(): given}
-    if not isinstance(given, dict) or not all(given.values()):
+    if not isinstance(given, dict) or not given or None in given.values():
         return f"{key}: a group of keys; write +{key}.NAME=VALUE for each."
     rows = _ROWS.get(".".join(path))
     if unknown := [name for name in given if rows and name not in rows]:

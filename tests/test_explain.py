@@ -30,6 +30,7 @@ def unreadable(*overrides: str) -> str:
         ("backend.environment.FOO=1", """'+backend.environment.FOO="1"'"""),
         ("sharding.gradients={embed: [data]}", "'+sharding.gradients.embed=[data]'"),
         ("sharding.gradients.embed=[data]", "'+sharding.gradients.embed=[data]'"),
+        ("sharding.gradients={embed: []}", "'+sharding.gradients.embed=[]'"),
     ],
 )
 def test_new_keys_are_written_with_a_plus_where_they_may_have_any_name(override: str, written: str) -> None:
