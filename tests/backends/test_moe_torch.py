@@ -46,11 +46,13 @@ MODELS: dict[str, dict[str, Any]] = {
 #: table, accumulation, mesh and other keys
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "data": ("data", 2, {}),
+    "ddp": ("data", 2, {"backend.data_parallel": "ddp"}),
     "zero2": ("zero2", 1, {}),
     "fsdp": ("fsdp", 1, {}),
     "expert": ("expert", 1, {}),
     "expert in 4, accumulating": ("expert", 2, {"mesh.expert": 4}),
     "fsdp_expert": ("fsdp_expert", 1, {}),
+    "fsdp_expert that keeps what it gathered": ("fsdp_expert", 2, {"backend.reshard_after_forward": False}),
     "fsdp_expert with copies": ("fsdp_expert", 2, {"mesh.data": 2, "mesh.fsdp": 2, "mesh.expert": 2}),
     "fsdp_expert_tensor": ("fsdp_expert_tensor", 1, {}),
     "tensor": ("tensor", 2, {}),

@@ -11,8 +11,9 @@ import torch
 from cases import ragged_batches
 from experiments import experiment
 from test_huggingface_logits import randomised
+from test_moe_jax_equations import deepseek_config, from_deepseek
 from test_moe_torch import job_of
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import DeepseekV3ForCausalLM
 
 from scaling_lab.backends.rows import local_batch
 from scaling_lab.backends.torch.dispatch import Dispatch, dropless, limited, ranks_of
@@ -20,7 +21,6 @@ from scaling_lab.backends.torch.grouped import in_a_loop, in_one_kernel
 from scaling_lab.backends.torch.moe import balance_loss, room, routed, z_loss
 from scaling_lab.backends.torch.train import open_session
 from scaling_lab.backends.torch.transformer import logits
-from scaling_lab.models.decoder import parameters
 
 pytestmark = pytest.mark.xdist_group("torch_parity")
 
@@ -144,25 +144,6 @@ def test_accumulation_does_not_change_what_the_routers_losses_weigh():
         np.testing.assert_allclose(in_four[name], value, atol=1e-6, err_msg=name)
 
 
-#: Our names in a layer -> theirs; all but norms are transposed.
-DEEPSEEK = {
-    "attention_norm.scale": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.query_down": "self_attn.q_a_proj",
-    "attention.query_down_norm": "self_attn.q_a_layernorm",
-    "attention.query_up": "self_attn.q_b_proj",
-    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
-    "attention.kv_down_norm": "self_attn.kv_a_layernorm",
-    "attention.kv_up": "self_attn.kv_b_proj",
-    "attention.output": "self_attn.o_proj",
-    "mlp_norm.scale": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-OUTSIDE = {"embed.tokens": "model.embed_tokens", "final_norm.scale": "model.norm", "head.weight": "lm_head"}
-
-
 @pytest.mark.parametrize("form", ["plain", "fused"])
 @pytest.mark.parametrize(("query_rank", "value_dim"), [(24, 10), (None, 20)])
 def test_latent_attention_gives_the_logits_of_deepseek_v3(query_rank, value_dim, form):
@@ -170,42 +151,10 @@ def test_latent_attention_gives_the_logits_of_deepseek_v3(query_rank, value_dim,
     keys = {"model.latent": latent, "model.head_dim": 12, "model.kv_heads": 4, "model.norm_eps": 1e-6}
     asked = experiment(model="tiny", sharding="single", **keys, **{"workload.sequence": 24, "backend.attention": form})
     model = asked.model
-    theirs = randomised(DeepseekV3ForCausalLM(_deepseek(model, latent)))
-    state = {name.removesuffix(".weight"): value.numpy() for name, value in theirs.state_dict().items()}
-    weights = {p.name: _ours(p.name, p.shape, state) for p in parameters(model)}
+    theirs = randomised(DeepseekV3ForCausalLM(deepseek_config(model)))
+    weights = from_deepseek(model, {name: value.numpy() for name, value in theirs.state_dict().items()})
     tokens = np.random.default_rng(0).integers(0, model.vocab, (3, 24), dtype=np.int32)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(logits(asked, weights, tokens), expected, rtol=0, atol=1e-4)
-
-
-def _deepseek(model: Any, latent: dict[str, Any]) -> DeepseekV3Config:
-    return DeepseekV3Config(
-        hidden_size=model.embed,
-        num_hidden_layers=model.layers,
-        first_k_dense_replace=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.heads,
-        intermediate_size=model.mlp,
-        vocab_size=model.vocab,
-        q_lora_rank=latent["query_rank"],
-        kv_lora_rank=latent["kv_rank"],
-        qk_rope_head_dim=latent["rope_dim"],
-        qk_nope_head_dim=latent["nope_dim"],
-        v_head_dim=latent["value_dim"],
-        rope_interleave=False,
-        rope_theta=model.rope_theta,
-        rms_norm_eps=model.norm_eps,
-        attn_implementation="eager",
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-
-
-def _ours(name: str, shape: tuple[int, ...], state: dict[str, np.ndarray]) -> np.ndarray:
-    if name in OUTSIDE:
-        value = state[OUTSIDE[name]]
-        return value.T if name == "head.weight" else value
-    theirs = DEEPSEEK[name.removeprefix("layers.")]
-    return np.stack([state[f"model.layers.{layer}.{theirs}"].T.reshape(shape[1:]) for layer in range(shape[0])])
