@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -14,7 +15,7 @@ from scaling_lab.cluster import environment as workers
 from scaling_lab.cluster import folders, found, interrupts, local
 from scaling_lab.config import experiment_from
 from scaling_lab.data import check_request
-from scaling_lab.errors import EXIT_DONE, EXIT_FAILED, LabError
+from scaling_lab.errors import EXIT_DONE, EXIT_FAILED, ConfigError, LabError
 from scaling_lab.plan.experiment import Experiment
 from scaling_lab.plan.plan import Plan, make_plan
 from scaling_lab.predict.peak import device_peak
@@ -154,9 +155,12 @@ def report(paths: Sequence[Path]) -> int:
 
 def end_sweep(folder: Path) -> int:
     """The table of a sweep, on the console and in its folder. Infeasible jobs alone are no failure."""
-    if not folder.is_dir():
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # only an empty one goes: no job began, and why is told elsewhere
+    try:
+        runs = load_results([folder])
+    except ConfigError:
         return EXIT_FAILED
-    runs = load_results([folder])
     tables.write_sweep(folder, runs)
     shown.show_table(shown.open_console(), runs)
     return EXIT_FAILED if any(run.status not in ("ok", "infeasible") for run in runs) else EXIT_DONE

@@ -57,6 +57,14 @@ def test_a_job_alone_has_one_run_folder_with_everything(sweep):
     assert kinds[-1] == "done"
 
 
+@pytest.mark.parametrize("wrong", ["backend=jaxx,torch", "model.layrs=1,2", "backend=jax,torch workload=none"])
+def test_a_sweep_that_hydra_refuses_is_answered_as_a_single_job_is(tmp_path, wrong):
+    done = scaling_lab("run", "-m", *wrong.split(), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "did you mean" in done.stderr or "(one of " in done.stderr
+    assert done.stderr.count("scaling-lab:") == 1
+
+
 def test_infeasible_jobs_alone_are_no_failure_and_the_others_run(tmp_path):
     asked = ["run", "-m", "backend=jax", "model.vocab=256,257", f"hydra.sweep.dir={tmp_path}/s", *SMALL]
     done = scaling_lab(*asked, cwd=tmp_path, timeout=300)
