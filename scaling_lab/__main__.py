@@ -122,10 +122,10 @@ def run_job(config: Any) -> int:
     request = lab.Request(
         config=_plain(config),
         folder=Path(hydra.runtime.output_dir),
-        command=" ".join(["scaling-lab run", *_asked(hydra.overrides.task)]),
+        command=" ".join(["scaling-lab run", *sweep.typed(hydra.overrides.task)]),
         sweep=Path(hydra.sweep.dir).resolve().name if in_sweep else None,
         started=time.time() if in_sweep else lab.process_started(),
-        folder_named=in_sweep or sweep.names(_asked(hydra.overrides.hydra), "hydra.run.dir"),
+        folder_named=in_sweep or sweep.names(sweep.typed(hydra.overrides.hydra), "hydra.run.dir"),
     )
     return _in_sweep(lambda: lab.run(request))
 
@@ -135,13 +135,15 @@ def _in_sweep(job: Callable[[], int]) -> int:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
+    from scaling_lab import sweep
+
     hydra = HydraConfig.get()
     if hydra.mode != RunMode.MULTIRUN:
         return job()
     try:
         return job()
     except LabError as error:
-        print(f"scaling-lab: job {hydra.job.num} ({' '.join(_asked(hydra.overrides.task))}): {error}", file=sys.stderr)
+        print(f"scaling-lab: job {hydra.job.num} ({' '.join(sweep.typed(hydra.overrides.task))}): {error}", file=sys.stderr)
         if error.kind in STOPPED:
             raise KeyboardInterrupt from None
         return EXIT_DONE if error.status == "infeasible" else error.exit_code
@@ -150,21 +152,15 @@ def _in_sweep(job: Callable[[], int]) -> int:
         return EXIT_FAILED
 
 
-def _asked(overrides: Any) -> list[str]:
-    """Overrides as they were typed: Hydra keeps them in a config, where `${...}` in one would be looked up."""
-    from omegaconf import OmegaConf
-
-    typed: Any = OmegaConf.to_container(overrides, resolve=False)
-    return typed
-
-
 def _check_sweep() -> None:
     """An experiment that names what to sweep over is not one job."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
+    from scaling_lab import sweep
+
     hydra = HydraConfig.get()
-    chosen = {override.partition("=")[0].lstrip("+") for override in _asked(hydra.overrides.task)}
+    chosen = {override.partition("=")[0].lstrip("+") for override in sweep.typed(hydra.overrides.task)}
     params = {key: value for key, value in (hydra.sweeper.get("params") or {}).items() if key not in chosen}
     if params and hydra.mode != RunMode.MULTIRUN:
         swept = " ".join(f"{key}={value}" for key, value in params.items())

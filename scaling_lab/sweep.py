@@ -21,11 +21,16 @@ class SweepHook(Callback):
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         """Called by Hydra in the launching process, before the first job."""
         asked = config.hydra.sweep.dir
-        typed: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
-        if not names(typed, "hydra.sweep.dir"):
+        if not names(typed(config.hydra.overrides.hydra), "hydra.sweep.dir"):
             with contextlib.suppress(OSError):  # Hydra meets it again, and its error is shown
                 _move(config, asked)
         folders.append(Path(config.hydra.sweep.dir).absolute())
+
+
+def typed(overrides: Any) -> list[str]:
+    """Overrides as they were typed: Hydra keeps them in a config, where `${...}` in one would be looked up."""
+    plain: Any = OmegaConf.to_container(overrides, resolve=False)
+    return plain
 
 
 def names(overrides: Iterable[str], key: str) -> bool:

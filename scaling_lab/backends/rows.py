@@ -23,10 +23,10 @@ def _split(job: Job, rows: np.ndarray) -> np.ndarray:
 
 def stored_batch(job: Job, tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray | None) -> Batch:
     """Rows [accumulation, rows, sequence] in the text's order -> in the order in which the plan stores a sequence."""
-    order = list(job.plan.sequence.positions)
+    split = job.plan.sequence
 
     def stored(rows: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(rows[..., order])
+        return np.ascontiguousarray(rows[..., list(split.positions)] if split.zigzag else rows)
 
     if documents is None:
         return Batch(stored(tokens), stored(labels))

@@ -29,10 +29,7 @@ class BatchSplit:
 
     def rows(self, mesh: Mesh, device: int) -> range:
         """The rows of a microbatch that a device computes."""
-        place = mesh.coordinates(device)
-        part = 0
-        for axis in self.axes:
-            part = part * mesh.size(axis) + place[axis]
+        part = mesh.part(self.axes, mesh.coordinates(device))
         return range(part * self.rows_per_part, (part + 1) * self.rows_per_part)
 
 
@@ -40,13 +37,13 @@ def split(workload: Workload, rules: Rules, mesh: Mesh) -> BatchSplit:
     """The split. Raises PlanError with the nearest batch sizes that work."""
     for fault in faults(workload, rules, mesh):
         raise PlanError(fault)
-    axes = _axes(rules, mesh)
+    axes = mesh.larger(rules.activations["batch"])
     return BatchSplit(axes, mesh.split(axes), workload.accumulation, workload.global_batch // workload.accumulation)
 
 
 def faults(workload: Workload, rules: Rules, mesh: Mesh) -> list[str]:
     """Why the batch does not split, with the nearest sizes that do; empty where it does."""
-    axes = _axes(rules, mesh)
+    axes = mesh.larger(rules.activations["batch"])
     parts = mesh.split(axes)
     unit = parts * workload.accumulation
     if workload.global_batch % unit == 0:
@@ -59,7 +56,3 @@ def faults(workload: Workload, rules: Rules, mesh: Mesh) -> list[str]:
         f"{workload.accumulation} microbatches over {parts} parts ({sizes}): it must be a multiple of {unit}. "
         f"Set workload.global_batch={near}."
     ]
-
-
-def _axes(rules: Rules, mesh: Mesh) -> tuple[str, ...]:
-    return tuple(axis for axis in rules.activations["batch"] if mesh.size(axis) > 1)

@@ -42,9 +42,6 @@ class Layout:
         """Which part of the global tensor lies on the device with these coordinates."""
         slices = []
         for size, axes in zip(shape, self.dims, strict=True):
-            index = 0
-            for axis in axes:
-                index = index * mesh.size(axis) + place[axis]
-            part = size // mesh.split(axes)
+            index, part = mesh.part(axes, place), size // mesh.split(axes)
             slices.append(slice(index * part, (index + 1) * part))
         return tuple(slices)

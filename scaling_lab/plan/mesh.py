@@ -46,6 +46,17 @@ class Mesh:
         """Into how many parts these axes together split a dim."""
         return math.prod(self.size(axis) for axis in axes)
 
+    def part(self, axes: tuple[str, ...], place: dict[str, int]) -> int:
+        """Which of the parts that these axes split a dim into belongs to the device with these coordinates."""
+        part = 0
+        for axis in axes:
+            part = part * self.size(axis) + place[axis]
+        return part
+
+    def larger(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of the axes that split anything."""
+        return tuple(axis for axis in axes if self.size(axis) > 1)
+
     @property
     def real_axes(self) -> tuple[str, ...]:
         """Axes larger than 1, outermost first."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from scaling_lab.errors import ConfigError, PlanError
 from scaling_lab.models import decoder
 from scaling_lab.models.parameters import Parameter, total_size
-from scaling_lab.plan import auto, batch, checks, memory, sequence, sizes
+from scaling_lab.plan import auto, batch, checks, contradictions, memory, sequence, sizes
 from scaling_lab.plan import roles as reading
 from scaling_lab.plan.experiment import MESH_AXES, Experiment
 from scaling_lab.plan.layout import Layout
@@ -66,7 +66,7 @@ class Plan:
 def make_plan(experiment: Experiment, found: Found) -> Plan:
     """Decide everything. Raises ConfigError for a wrong request, PlanError for an infeasible one, naming keys to change."""
     _check_order(experiment.mesh.order)
-    checks.check_model(experiment)
+    contradictions.check_model(experiment)
     rules = rules_from(experiment.sharding, experiment.mesh.order)
     parameters = decoder.parameters(experiment.model)
     mesh = auto.resolve(experiment.mesh, rules, found.devices, experiment.hardware.devices_per_host)

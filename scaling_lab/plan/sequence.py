@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from scaling_lab.errors import PlanError
 from scaling_lab.plan.experiment import Experiment
@@ -30,7 +31,7 @@ class SequenceSplit:
     zigzag: bool
     strategy: str
 
-    @property
+    @cached_property
     def positions(self) -> tuple[int, ...]:
         """The position in the text of each stored token of a row."""
         if not self.zigzag:
@@ -39,16 +40,9 @@ class SequenceSplit:
         chunks = (chunk for part in range(self.parts) for chunk in (part, 2 * self.parts - 1 - part))
         return tuple(position for chunk in chunks for position in range(chunk * size, (chunk + 1) * size))
 
-    def part(self, mesh: Mesh, device: int) -> int:
-        """Which part of the stored sequence a device computes."""
-        place, part = mesh.coordinates(device), 0
-        for axis in self.axes:
-            part = part * mesh.size(axis) + place[axis]
-        return part
-
     def columns(self, mesh: Mesh, device: int) -> slice:
         """The stored tokens of a row that a device computes."""
-        part, size = self.part(mesh, device), self.length // self.parts
+        part, size = mesh.part(self.axes, mesh.coordinates(device)), self.length // self.parts
         return slice(part * size, (part + 1) * size)
 
 
@@ -56,7 +50,7 @@ def split(experiment: Experiment, rules: Rules, mesh: Mesh) -> SequenceSplit:
     """The split. Raises PlanError where a size does not divide, as `faults` says."""
     for fault in faults(experiment, rules, mesh):
         raise PlanError(fault)
-    axes = _axes(rules, mesh)
+    axes = mesh.larger(rules.activations["sequence"])
     context = experiment.workload.context
     zigzag = bool(axes) and context.zigzag and context.strategy != "all_to_all"
     return SequenceSplit(axes, mesh.split(axes), experiment.workload.sequence, zigzag, context.strategy)
@@ -64,7 +58,7 @@ def split(experiment: Experiment, rules: Rules, mesh: Mesh) -> SequenceSplit:
 
 def faults(experiment: Experiment, rules: Rules, mesh: Mesh) -> Iterator[str]:
     """Why the sequence does not split beyond its plain division, which `plan.sizes` checks; nothing where it does."""
-    axes = _axes(rules, mesh)
+    axes = mesh.larger(rules.activations["sequence"])
     parts, workload, model = mesh.split(axes), experiment.workload, experiment.model
     if workload.sequence % parts:
         return
@@ -93,7 +87,3 @@ def faults(experiment: Experiment, rules: Rules, mesh: Mesh) -> Iterator[str]:
             f"workload.sequence={workload.sequence} over {sizes}: a zigzag split needs a multiple of {unit}, twice the parts. "
             f"Set workload.sequence={near}, or workload.context.zigzag=false."
         )
-
-
-def _axes(rules: Rules, mesh: Mesh) -> tuple[str, ...]:
-    return tuple(axis for axis in rules.activations["sequence"] if mesh.size(axis) > 1)

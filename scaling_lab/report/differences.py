@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from scaling_lab.plan.checks import BACKEND_KEYS
+from scaling_lab.plan.contradictions import BACKEND_KEYS
 from scaling_lab.plan.experiment import MESH_AXES
 from scaling_lab.report.units import UNKNOWN
 from scaling_lab.results.metrics import Result, at
