@@ -14,7 +14,6 @@ Shapes: b rows, t sequence, e embed; M microbatches, S stages, V chunks of a sta
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -39,16 +38,11 @@ class Turn(NamedTuple):
     working: Any
 
 
-@dataclass(frozen=True)
-class Ticks:
-    """The schedule. leaves: the tick in which each microbatch leaves the last stage for good, (M,)."""
+def ticks(split: PipelineSplit) -> tuple[Turn, np.ndarray]:
+    """What each stage does in each tick, and the tick in which each microbatch leaves the last stage for good, (M,).
 
-    turns: Turn
-    leaves: np.ndarray
-
-
-def ticks(split: PipelineSplit) -> Ticks:
-    """Stage s does in tick t what stage 0 did in tick t - s: of each group of S microbatches every one, once for each chunk."""
+    Stage s does in tick t what stage 0 did in tick t - s: of each group of S microbatches every one, once for each chunk.
+    """
     stages, chunks, microbatches = split.stages, split.virtual_stages, split.microbatches
     every = np.arange(microbatches * chunks + stages - 1)[:, None] - np.arange(stages)
     order = np.clip(every, 0, microbatches * chunks - 1)
@@ -56,7 +50,7 @@ def ticks(split: PipelineSplit) -> Ticks:
     turns = Turn(group * stages + within % stages, within // stages, order == every)
     first = np.arange(microbatches)
     leaves = first // stages * stages * chunks + (chunks - 1) * stages + first % stages + stages - 1
-    return Ticks(turns, leaves)
+    return turns, leaves
 
 
 def through(on: Placement, chunk: Chunk, stack: Any, x: jax.Array, rows: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -68,25 +62,24 @@ def through(on: Placement, chunk: Chunk, stack: Any, x: jax.Array, rows: Any) ->
     places = (split.stages, split.virtual_stages, split.room)
     stack = jax.tree.map(lambda weight: weight.reshape(*places, *weight.shape[1:]), stack)
     real = np.array([layer is not None for layer in split.slots]).reshape(places)
-    entering, rows = _microbatches(on, x, RESIDUAL), jax.tree.map(lambda one: _microbatches(on, one, ("batch",)), rows)
+    entering, rows = _entering(on, x), jax.tree.map(lambda one: _microbatches(on, one, ("batch",)), rows)
 
     def stage(stack: Any, real: Any, turn: Turn, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         own, mine = jax.tree.map(lambda weight: weight[turn.chunk], (stack, real))
         x, reports = chunk(own, mine, x, jax.tree.map(lambda one: one[turn.microbatch], rows))
         return x, {name: jnp.where(turn.working, report, 0) for name, report in reports.items()}
 
-    def tick(places: jax.Array, turn: Turn) -> tuple[jax.Array, Any]:
-        moved = jnp.roll(places, 1, axis=0)
-        enters = _stage_number(moved) + turn.chunk[0] == 0  # the first stage, at its first chunk
-        places = _in_places(on, jnp.where(enters, entering[turn.microbatch[0]], moved))
-        left, reports = jax.vmap(stage, spmd_axis_name=split.axes)(stack, real, turn, places)
+    def tick(places: jax.Array, now: tuple[Turn, Any, Any]) -> tuple[jax.Array, Any]:
+        turn, microbatch, enters = now
+        places = jnp.where(enters & (_stage_number(places) == 0), entering[microbatch], _moved_on(places))
+        left, reports = jax.vmap(stage, spmd_axis_name=split.axes)(stack, real, turn, _in_places(on, places))
         left = _in_places(on, left)
         return left, (left, reports)
 
-    schedule = ticks(split)
-    nothing = _in_places(on, jnp.zeros((split.stages, *entering.shape[1:]), x.dtype))
-    _, (left, reports) = jax.lax.scan(tick, nothing, jax.tree.map(jnp.asarray, schedule.turns))
-    left = left[schedule.leaves]  # (M, S, b, t, e)
+    turns, leaves = ticks(split)
+    nothing = jnp.zeros_like(entering[0])
+    _, (left, reports) = jax.lax.scan(tick, nothing, (turns, turns.microbatch[:, 0], turns.chunk[:, 0] == 0))
+    left = left[leaves]  # (M, S, b, t, e)
     last = jnp.where(_stage_number(left[0]) == split.stages - 1, left, 0).sum(axis=1)
     return jnp.moveaxis(last, 0, 1).reshape(x.shape), reports
 
@@ -105,6 +98,25 @@ def _exchanged(on: Placement, rows: jax.Array, parts: tuple[int, int]) -> jax.Ar
     if not on.plan.pipeline.spread:
         return rows
     return rows.reshape(*parts, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+
+@jax.custom_vjp
+def _moved_on(places: jax.Array) -> jax.Array:
+    """What each stage has, at the next one's place. The backward pass moves as much back, where differentiation would do it twice."""
+    return jnp.roll(places, 1, axis=0)
+
+
+_moved_on.defvjp(lambda places: (_moved_on(places), None), lambda _, gradient: (jnp.roll(gradient, -1, axis=0),))
+
+
+def _entering(on: Placement, x: jax.Array) -> jax.Array:
+    """The microbatches at the first of as many places as there are stages (M, S, b, t, e).
+
+    So each stage has its own, and their gradient comes together once, not in every tick.
+    """
+    parts = _microbatches(on, x, RESIDUAL)[:, None]
+    every = jnp.where(_stage_number(jnp.empty((on.plan.pipeline.stages, *parts.shape[2:]))) == 0, parts, 0)
+    return on.laid_out(every, Layout(((), on.plan.pipeline.axes, *on.activation(RESIDUAL).dims)))
 
 
 def _microbatches(on: Placement, rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
