@@ -3,6 +3,11 @@
 Owns the stages of this process, the schedule, and the time in which they compute. A stage is a `Decoder` with a chunk of the layers;
 between stages travels each device's own part of the residual stream, and what routers have reported so far beside it. Losses are the
 last stage's. Imported only where there is a pipeline: torch's takes long to import.
+
+The bubble is measured by the clock on the wall: a stage is at work from the start of a microbatch's pass to its end, whatever that
+waits for (a core that others have, a gather of weights), and idle while it waits for a microbatch. Not by processor time: on
+simulated devices that share cores most of a step is waiting for a core, which is no bubble. A stage there is the slower the more
+stages are at work, so that the share differs from that of devices of their own.
 """
 
 from __future__ import annotations
@@ -54,6 +59,7 @@ class Pipeline:
     def __init__(self, decoders: Sequence[Decoder], on: Placement):
         split = on.plan.pipeline
         self.on, self.elapsed_s = on, 0.0
+        self.timed = on.device.type == "cpu"  # elsewhere passes are only dispatched in the host's time
         group = on.group(split.axes)
         self.stages = [_stage(decoder, chunk, on, group) for decoder, chunk in zip(decoders, on.chunks, strict=True)]
         stages = self.stages if split.schedule == "interleaved" else self.stages[0]
@@ -74,6 +80,31 @@ class Pipeline:
         self.elapsed_s += time.perf_counter() - started
         return self.loss_sum, self.reported
 
+    def begin(self) -> None:
+        """Forget the times of earlier steps."""
+        self.elapsed_s = 0.0
+        for stage in self.stages:
+            stage.busy_s = 0.0
+
+    def times(self) -> dict[str, Tensor]:
+        """Seconds of this process since `begin`: in passes, and of the schedule on its stage. To be summed over processes."""
+        if not self.timed:
+            return {}
+        seconds = dict.fromkeys(["busy_s", *_elapsed(self.on)], 0.0)
+        seconds["busy_s"] = sum(stage.busy_s for stage in self.stages)
+        seconds[_elapsed(self.on)[self.on.stage]] = self.elapsed_s
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in seconds.items()}
+
+    def bubble_share(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The mean share of the schedule in which a stage is idle, taken from the sums of `times` over all processes.
+
+        The schedule lasts as long as on the stage where it lasts longest: all begin together, some are done before.
+        """
+        if not self.timed:
+            return {}
+        busy, elapsed = sums.pop("busy_s"), [sums.pop(name) for name in _elapsed(self.on)]
+        return {"bubble_share": 1 - busy / (len(elapsed) * torch.stack(elapsed).max())}
+
     def _minimised(self, output: tuple[Tensor, ...], _labels: Tensor) -> Tensor:
         """What is differentiated of a microbatch on the last stage, whose decoder has computed the loss already."""
         loss, *reported = output
@@ -82,6 +113,10 @@ class Pipeline:
             self.reported += more.detach()
             loss = loss if self.scale is None else loss + (more * self.scale).sum()
         return loss
+
+
+def _elapsed(on: Placement) -> list[str]:
+    return [f"elapsed_s of stage {stage}" for stage in range(on.plan.pipeline.stages)]
 
 
 def _stage(decoder: Decoder, chunk: int, on: Placement, group: dist.ProcessGroup) -> Stage:
