@@ -106,11 +106,12 @@ class Pipeline:
     schedule: `gpipe`, all forward passes before all backward ones; `1f1b` (torch), by turns once every stage has something;
     `interleaved`, with virtual_stages chunks of layers on each stage, in torch by turns too
     microbatches: null for 4, 2 or 1 times the stages, the first that divides the rows
+    virtual_stages: null for 2 if interleaved, else 1
     """
 
     schedule: Literal["gpipe", "1f1b", "interleaved"]
     microbatches: Size | None
-    virtual_stages: Size
+    virtual_stages: Size | None
 
 
 @dataclass(frozen=True, config=STRICT)
