@@ -177,11 +177,12 @@ def _microbatch_faults(asked: Pipeline, stages: int, sizes: str, rows: int | Non
     """rows: of a device, None where the batch does not split, which `plan.batch` says."""
     if not rows:
         return
-    if asked.microbatches and rows % asked.microbatches:
+    wanted = asked.microbatches or rows
+    if rows % wanted:
         fitting = [n for n in range(1, rows + 1) if rows % n == 0]
-        near = min(fitting, key=lambda n: abs(n - asked.microbatches))
+        near = min(fitting, key=lambda n: abs(n - wanted))
         yield (
-            f"workload.pipeline.microbatches={asked.microbatches} does not divide the {rows} rows of a device "
+            f"workload.pipeline.microbatches={wanted} does not divide the {rows} rows of a device "
             f"(workload.global_batch / workload.accumulation / what splits the batch). Set workload.pipeline.microbatches={near}."
         )
     if asked.microbatches is None and not _usual(rows, stages):
