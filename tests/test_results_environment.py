@@ -23,7 +23,17 @@ def test_the_facts_of_this_machine_are_there(tmp_path: Path) -> None:
     facts = gathered(tmp_path)
     assert facts["python"] == platform.python_version()
     assert facts["versions"]["numpy"].count(".") == 2
-    assert set(facts["versions"]) >= {"jax", "jaxlib", "flax", "equinox", "optax", "torch", "hydra-core", "wandb", "scaling_lab"}
+    assert set(facts["versions"]) >= {
+        "jax",
+        "jaxlib",
+        "flax",
+        "equinox",
+        "optax",
+        "torch",
+        "hydra-core",
+        "wandb",
+        "scaling_lab",
+    }
     assert facts["cpu"]["model"]
     assert facts["cpu"]["usable_cores"] >= 1
     assert (facts["simulated"], facts["command"], facts["worker_environment"]) == (True, "scaling-lab run", {"A": "1"})

@@ -36,6 +36,7 @@ RUN = [
 #: More of which only the programs are compared, before anything is compiled.
 LOWERED = [
     ("llama", "fsdp_tensor_context", {}),
+    ("llama", "pipeline_fsdp", KEPT),
     ("llama packed", "context", UNROLLED),
     ("gpt2", "single", {**UNROLLED, **AGAIN}),
     ("gpt2", "zero2", KEPT),

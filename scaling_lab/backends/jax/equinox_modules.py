@@ -185,9 +185,9 @@ class Decoder(eqx.Module, transformer.Decoder):
 
     def __init__(self, experiment: Experiment, on: Placement):
         self.experiment, self.on = experiment, on
-        self.embed = Embedding(on)
+        self.embed = Embedding(on.outside)
         self.dense_layers = None
         for stack in stacks(experiment.model):
             setattr(self, stack, Layer(experiment, on, stack))
-        self.final_norm = Norm(experiment, on, "final_norm")
-        self.head = Head(on)
+        self.final_norm = Norm(experiment, on.outside, "final_norm")
+        self.head = Head(on.outside)

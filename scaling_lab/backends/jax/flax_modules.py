@@ -118,8 +118,8 @@ class Layer(nnx.Module, transformer.Layer):
 class Decoder(nnx.Module, transformer.Decoder):
     def __init__(self, experiment: Experiment, on: Placement):
         self.experiment, self.on = experiment, on
-        self.embed = Embedding(on)
+        self.embed = Embedding(on.outside)
         for stack in stacks(experiment.model):
             setattr(self, stack, Layer(experiment, on, stack))
-        self.final_norm = Norm(experiment, on, "final_norm")
-        self.head = Head(on)
+        self.final_norm = Norm(experiment, on.outside, "final_norm")
+        self.head = Head(on.outside)

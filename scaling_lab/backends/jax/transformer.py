@@ -11,13 +11,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scaling_lab.backends.jax import context
+from scaling_lab.backends.jax import context, pipeline
 from scaling_lab.backends.jax.latent import LatentAttention
 from scaling_lab.backends.jax.loss import cross_entropy_sum
 from scaling_lab.backends.jax.mlp import Mlp
@@ -56,15 +57,24 @@ class Decoder:
 
     def __call__(self, tokens, labels=None, documents=None, positions=None):
         positions = self.on.positions if positions is None else positions
-        x = self.on.constrain(self.embed(tokens, positions), RESIDUAL)  # (b, t, e)
+        x = self.begin(tokens, positions)
         x, reported = self._through_layers(x, documents, positions)
         return self.finish(x, labels), reported
 
+    def begin(self, tokens, positions):
+        """What precedes the layers."""
+        shared = positions if positions.ndim == 1 else pipeline.shared_out(self.on, positions)
+        x = self.embed(pipeline.shared_out(self.on, tokens), shared)
+        return self.on.constrain(pipeline.gathered(self.on, self.on.outside.constrain(x, RESIDUAL)), RESIDUAL)  # (b, t, e)
+
     def finish(self, x, labels):
         """What follows the layers."""
-        x = self.on.constrain(self.final_norm(x), INPUT)
+        on = self.on.outside
+        x = on.constrain(pipeline.shared_out(self.on, x), RESIDUAL)
+        labels = None if labels is None else pipeline.shared_out(self.on, labels)
+        x = on.constrain(self.final_norm(x), INPUT)
         if labels is None:
-            return self.logits(x)
+            return pipeline.gathered(self.on, self.logits(x))
         chunks = self.experiment.workload.loss_chunks
         if chunks == 1:
             return self.loss(x, labels)
@@ -76,7 +86,7 @@ class Decoder:
     def logits(self, x):
         """x (b, t, e) -> (b, t, v)."""
         table = self.embed.tokens if self.experiment.model.tied_head else None
-        return self.on.constrain(self.head(x, table), LOGITS)
+        return self.on.outside.constrain(self.head(x, table), LOGITS)
 
     def loss(self, x, labels):
         """The sum of cross-entropies; in a checkpoint, logits are made again in the backward pass."""
@@ -87,7 +97,11 @@ class Decoder:
         reported: dict[str, jax.Array] = {}
         tables = rotary_tables(experiment.model, positions) if experiment.model.positions == "rope" else None
         scanned = bool(experiment.backend.scan_layers)
-        layer = rematerialise(lambda layer, x: layer(x, tables, documents), experiment.workload.remat, scanned=scanned)
+        layer = rematerialise(lambda layer, x, *rows: layer(x, *rows), experiment.workload.remat, scanned=scanned)
+        if self.on.plan.pipeline.stages > 1:
+            chunk = partial(_chunk, layer, tables, scanned=scanned)
+            return pipeline.through(self.on, chunk, self.layers, x, None if documents is None else (tables, documents))
+        layer = partial(_with_rows, layer, (tables, documents))
         for stack, numbers in stacks(experiment.model).items():
             x, found = _through(layer, x, getattr(self, stack), len(numbers), scanned=scanned)
             reported |= {name: rows.sum(axis=0) for name, rows in found.items()}  # (layers, b) -> (b,)
@@ -169,7 +183,24 @@ class Head:
         return product(self.on, "bte,ev->btv", x, self.weight)
 
 
-def _through(layer: Callable[..., Any], x: Any, stack: Layer, count: int, *, scanned: bool) -> tuple[Any, dict[str, jax.Array]]:
+def _with_rows(layer: Callable[..., Any], rows: tuple[Any, ...], one: Layer, x: Any) -> Any:
+    return layer(one, x, *rows)
+
+
+def _chunk(layer: Callable[..., Any], tables: Any, stack: Layer, real: Any, x: Any, rows: Any, *, scanned: bool) -> Any:
+    """x after those layers of a pipeline's chunk that are no padding, and their reports, summed. rows: of packed ones, see `Decoder`."""
+    rows = (tables, None) if rows is None else rows
+
+    def masked(one, x):
+        one, is_layer = one
+        y, report = layer(one, x, *rows)
+        return jnp.where(is_layer, y, x), {name: jnp.where(is_layer, of_rows, 0) for name, of_rows in report.items()}
+
+    x, found = _through(masked, x, (stack, real), len(real), scanned=scanned)
+    return x, {name: of_rows.sum(axis=0) for name, of_rows in found.items()}
+
+
+def _through(layer: Callable[..., Any], x: Any, stack: Any, count: int, *, scanned: bool) -> tuple[Any, dict[str, jax.Array]]:
     """x after every layer of a stack, and their reports (layers, b)."""
     if scanned:
         return jax.lax.scan(lambda x, one: layer(one, x), x, stack)
@@ -180,7 +211,7 @@ def _through(layer: Callable[..., Any], x: Any, stack: Layer, count: int, *, sca
     return x, jax.tree.map(lambda *rows: jnp.stack(rows), *reports)
 
 
-def _unstacked(layers: Layer, count: int) -> list[Layer]:
+def _unstacked(layers: Any, count: int) -> list[Any]:
     """One module per layer. By `lax.split`: its gradient is one concatenation, that of indexing a sum of padded copies."""
     leaves, structure = jax.tree.flatten(layers)
     slices = zip(*(jax.lax.split(leaf, (1,) * count, axis=0) for leaf in leaves), strict=True)
