@@ -57,5 +57,7 @@ def compiled():
 def test_a_product_of_axes_compiles_and_lies_as_planned(name, compiled):
     found, plan = compiled[name], make_plan(experiment(**keys(name)), Found("cpu", 32, True, 24 << 30))
     assert (found["devices"], found["layouts"]) == (plan.mesh.devices, True)
-    assert found["held"] == {part: plan.bytes_per_device[part] for part in ("parameters", "optimizer")}
+    planned = plan.bytes_per_device
+    counter = 4  # of steps, an int32 that Adam keeps
+    assert found["held"] == {"parameters": planned["parameters"], "optimizer": planned["optimizer"] + counter}
     assert ("collective-permute" in found["collectives"]) == (plan.pipeline.stages > 1)
