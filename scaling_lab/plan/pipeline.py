@@ -124,7 +124,7 @@ def split(experiment: Experiment, rules: Rules, mesh: Mesh) -> PipelineSplit:
         return PipelineSplit((), 1, 1, 1, "gpipe", layers)
     rows, one_program = _rows(experiment, rules, mesh), experiment.backend.name == "jax"
     microbatches, spread = asked.microbatches or _usual(rows, stages), one_program and rows is not None and rows % stages == 0
-    return PipelineSplit(axes, stages, asked.virtual_stages, microbatches, asked.schedule, layers, one_program, spread)
+    return PipelineSplit(axes, stages, _chunks(asked), microbatches, asked.schedule, layers, one_program, spread)
 
 
 def faults(experiment: Experiment, rules: Rules, mesh: Mesh) -> Iterator[str]:
@@ -148,11 +148,11 @@ def faults(experiment: Experiment, rules: Rules, mesh: Mesh) -> Iterator[str]:
             f"Set backend.data_parallel=buckets or mesh.{axes[0]}=1."
         )
     yield from _schedule_faults(asked, stages, sizes, experiment.backend.name)
-    if model.layers < stages * asked.virtual_stages:
-        virtual = "" if asked.virtual_stages == 1 else f" x workload.pipeline.virtual_stages={asked.virtual_stages}"
+    if model.layers < stages * (chunks := _chunks(asked)):
+        virtual = "" if chunks == 1 else f" x workload.pipeline.virtual_stages={chunks}"
         yield (
             f"model.layers={model.layers} over {sizes}{virtual}: a stage would have no layer. "
-            f"Set mesh.{axes[0]}={max(1, model.layers // asked.virtual_stages)} or model.layers={stages * asked.virtual_stages}."
+            f"Set mesh.{axes[0]}={max(1, model.layers // chunks)} or model.layers={stages * chunks}."
         )
     yield from _microbatch_faults(experiment, stages, sizes, _rows(experiment, rules, mesh))
 
@@ -160,10 +160,10 @@ def faults(experiment: Experiment, rules: Rules, mesh: Mesh) -> Iterator[str]:
 def _schedule_faults(asked: Pipeline, stages: int, sizes: str, backend: str) -> Iterator[str]:
     if asked.schedule == "interleaved" and asked.virtual_stages == 1:
         yield "workload.pipeline.schedule=interleaved with one chunk a stage is 1f1b. Set workload.pipeline.virtual_stages=2."
-    if asked.schedule != "interleaved" and asked.virtual_stages > 1:
+    if asked.schedule != "interleaved" and _chunks(asked) > 1:
         yield (
             f"workload.pipeline.virtual_stages={asked.virtual_stages} needs schedule=interleaved, not {asked.schedule}. "
-            f"Set workload.pipeline.virtual_stages=1 or workload.pipeline.schedule=interleaved."
+            f"Set workload.pipeline.virtual_stages=null or workload.pipeline.schedule=interleaved."
         )
     if asked.schedule == "1f1b" and backend == "jax":
         yield (
@@ -215,6 +215,11 @@ def _rows(experiment: Experiment, rules: Rules, mesh: Mesh) -> int | None:
         experiment.workload.global_batch, experiment.workload.accumulation * mesh.split(rules.activations["batch"])
     )
     return None if left else rows
+
+
+def _chunks(asked: Pipeline) -> int:
+    """Chunks of a stage."""
+    return asked.virtual_stages or (2 if asked.schedule == "interleaved" else 1)
 
 
 def _usual(rows: int | None, stages: int) -> int:

@@ -1,12 +1,14 @@
-"""The decoder as flax NNX modules: equations only. Where things lie is asked of `Placement`; values are made elsewhere.
+"""The decoder: equations only. Where things lie is asked of `Placement`; values are made elsewhere.
 
-Modules hold `nnx.Param`s that carry the names of `models.decoder`, described (shape and dtype) before any exists.
+A class here is what one module computes with the weights that it lists; those a model may lack are None. How modules hold
+them, under the names of `models.decoder`, is said twice over, in `flax_modules` and `equinox_modules`.
 Parameters of a stack are stacked over its layers in dim 0; the same modules compute one layer from one slice of them.
 Shapes: b batch, t sequence, e embed, h heads or kv_heads, d head_dim, v vocab.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from scaling_lab.backends.jax import context, pipeline
 from scaling_lab.backends.jax.latent import LatentAttention
@@ -23,7 +24,7 @@ from scaling_lab.backends.jax.loss import cross_entropy_sum
 from scaling_lab.backends.jax.mlp import Mlp
 from scaling_lab.backends.jax.moe import Moe
 from scaling_lab.backends.jax.norm import Norm, rms_norm
-from scaling_lab.backends.jax.products import described, lookup, plus, product
+from scaling_lab.backends.jax.products import Weight, lookup, plus, product
 from scaling_lab.backends.jax.remat import rematerialise
 from scaling_lab.backends.jax.rotary import rotary, rotary_tables
 from scaling_lab.backends.jax.runtime import mesh_of
@@ -39,20 +40,20 @@ KEY_VALUE = ("batch", "sequence", "kv_heads", "head_dim")
 LOGITS = ("batch", "sequence", "vocab")
 
 
-class Decoder(nnx.Module):
+class Decoder:
     """tokens (b, t) -> logits (b, t, v), or with labels (b, t) the sum of their cross-entropies, and what routers report.
 
     The latter by name, of each row (b,), summed over layers; nothing without experts.
     documents, positions (b, t): of packed rows, see `contract.Batch`.
     """
 
-    def __init__(self, experiment: Experiment, on: Placement):
-        self.experiment, self.on = experiment, on
-        self.embed = Embedding(on.outside)
-        for stack in stacks(experiment.model):
-            setattr(self, stack, Layer(experiment, on, stack))
-        self.final_norm = Norm(experiment, on.outside, "final_norm")
-        self.head = Head(on.outside)
+    experiment: Experiment
+    on: Placement
+    embed: Embedding
+    dense_layers: Layer | None
+    layers: Layer
+    final_norm: Norm
+    head: Head
 
     def __call__(self, tokens, labels=None, documents=None, positions=None):
         positions = self.on.positions if positions is None else positions
@@ -107,12 +108,12 @@ class Decoder(nnx.Module):
         return x, reported
 
 
-class Embedding(nnx.Module):
+class Embedding:
     """tokens (b, t) -> (b, t, e)."""
 
-    def __init__(self, on: Placement):
-        self.on = on
-        self.tokens, self.positions = described(on, "embed.tokens"), described(on, "embed.positions")
+    on: Placement
+    tokens: Weight
+    positions: Weight | None
 
     def __call__(self, tokens, positions):
         x = lookup(self.on, self.tokens, tokens)
@@ -121,16 +122,14 @@ class Embedding(nnx.Module):
         return x + lookup(self.on, self.positions, positions)
 
 
-class Layer(nnx.Module):
+class Layer:
     """x (b, t, e) -> x (b, t, e), and what a router reports."""
 
-    def __init__(self, experiment: Experiment, on: Placement, stack: str):
-        self.on, model = on, experiment.model
-        self.attention_norm = Norm(experiment, on, f"{stack}.attention_norm")
-        self.attention = (LatentAttention if model.latent else Attention)(experiment, on, f"{stack}.attention.")
-        self.mlp_norm = Norm(experiment, on, f"{stack}.mlp_norm")
-        mixture = model.moe is not None and stack == "layers"
-        self.mlp = Moe(experiment, on, f"{stack}.moe.") if mixture else Mlp(on, f"{stack}.mlp.")
+    on: Placement
+    attention_norm: Norm
+    attention: Attention | LatentAttention
+    mlp_norm: Norm
+    mlp: Mlp | Moe
 
     def __call__(self, x, tables, documents):
         y = self.on.constrain(self.attention_norm(x), INPUT)
@@ -140,24 +139,22 @@ class Layer(nnx.Module):
         return x + self.on.constrain(y, RESIDUAL), reported
 
 
-class Attention(nnx.Module):
+class Attention:
     """x (b, t, e) -> (b, t, e): query head h attends with key and value head h // (heads / kv_heads)."""
 
-    query: Any
-    query_bias: Any
-    query_norm: Any
-    key: Any
-    key_bias: Any
+    on: Placement
+    form: str
+    eps: float
+    query: Weight
+    query_bias: Weight | None
+    query_norm: Weight | None
+    key: Weight
+    key_bias: Weight | None
     key_norm: Any
-    value: Any
-    value_bias: Any
-    output: Any
-    output_bias: Any
-
-    def __init__(self, experiment: Experiment, on: Placement, prefix: str):
-        self.on, self.form, self.eps = on, experiment.backend.attention, experiment.model.norm_eps
-        for name in Attention.__annotations__:
-            setattr(self, name, described(on, f"{prefix}{name}"))
+    value: Weight
+    value_bias: Weight | None
+    output: Weight
+    output_bias: Weight | None
 
     def __call__(self, x, tables, documents):
         on = self.on
@@ -174,12 +171,11 @@ class Attention(nnx.Module):
         return plus(on, product(on, "bthd,hde->bte", mixed, self.output), self.output_bias)
 
 
-class Head(nnx.Module):
+class Head:
     """x (b, t, e) -> logits (b, t, v), with its own weight or the embedding's table."""
 
-    def __init__(self, on: Placement):
-        self.on = on
-        self.weight = described(on, "head.weight")
+    on: Placement
+    weight: Weight | None
 
     def __call__(self, x, table):
         if self.weight is None:
@@ -224,13 +220,12 @@ def _unstacked(layers: Any, count: int) -> list[Any]:
 
 def forward(experiment: Experiment, on: Placement) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
     """A pure function (weights by name, arrays of a batch by name (b, t)) -> what `Decoder` gives."""
-    graph, state = nnx.split(Decoder(experiment, on))
-    variables = {variable.get_metadata("parameter"): (path, variable) for path, variable in nnx.to_flat_state(state)}
-    assert variables.keys() == on.described.keys(), sorted(variables.keys() ^ on.described.keys())
+    # Imported here: it takes a while, and nobody needs both.
+    modules = importlib.import_module(f"scaling_lab.backends.jax.{experiment.backend.module}_modules")
+    filled = modules.filled(modules.Decoder(experiment, on), on.described)
 
     def apply(weights: Arrays, **batch: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        filled = [(path, variable.replace(weights[name])) for name, (path, variable) in variables.items()]
-        return nnx.merge(graph, nnx.from_flat_state(filled))(**batch)
+        return filled(weights)(**batch)
 
     return apply
 
