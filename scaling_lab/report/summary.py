@@ -84,9 +84,10 @@ def _bubble(result: Result) -> list[tuple[str, str]]:
         return []
     planned = f"planned {percent(at(result, 'plan.pipeline.bubble_share'))}"
     found = at(result, "measured.bubble_share")
-    return [
-        ("pipeline bubble", f"- (not measured); {planned}" if found is None else f"{percent(found)} of the schedule; {planned}")
-    ]
+    if found is None:
+        return [("pipeline bubble", f"- (not measured); {planned}")]
+    shared = ", waiting for a shared core included" if at(result, "environment.simulated") else ""
+    return [("pipeline bubble", f"{percent(found)} of the schedule{shared}; {planned}")]
 
 
 def _mfu(result: Result, found: dict[str, Any]) -> str:

@@ -4,10 +4,12 @@ Owns the stages of this process, the schedule, and the time in which they comput
 between stages travels each device's own part of the residual stream, and what routers have reported so far beside it. Losses are the
 last stage's. Imported only where there is a pipeline: torch's takes long to import.
 
-The bubble is measured by the clock on the wall: a stage is at work from the start of a microbatch's pass to its end, whatever that
-waits for (a core that others have, a gather of weights), and idle while it waits for a microbatch. Not by processor time: on
-simulated devices that share cores most of a step is waiting for a core, which is no bubble. A stage there is the slower the more
-stages are at work, so that the share differs from that of devices of their own.
+The bubble is measured by the clock on the wall: a stage is at work from the start of a microbatch's pass to its end, and idle while
+it waits for a microbatch. Where every stage has a core of its own that is the bubble and what messages take. Stages that share cores
+wait for these too, for one of their own or for the stage before to get one: their share is above the bubble. By processor time it
+would be more so, as a pass that is interrupted would count as idle while it is.
+
+Over gloo torch's batches of messages are plain sends and receives, one after the other, which both sides order alike.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ class Pipeline:
     def __init__(self, decoders: Sequence[Decoder], on: Placement):
         split = on.plan.pipeline
         self.on, self.elapsed_s = on, 0.0
+        self.scale: Tensor | None = None
         self.timed = on.device.type == "cpu"  # elsewhere passes are only dispatched in the host's time
         group = on.group(split.axes)
         self.stages = [_stage(decoder, chunk, on, group) for decoder, chunk in zip(decoders, on.chunks, strict=True)]
