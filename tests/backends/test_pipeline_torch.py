@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_moe_torch
 from cases import Outcome, choices, differences, ragged_batches, run_session
 from experiments import FOUND, plain
-from test_moe_torch import SIZES
 from test_packing import BATCHES as PACKED
 
 from scaling_lab.backends.contract import Job
@@ -48,11 +48,8 @@ COMBINED: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-def config(family: str, table: str, accumulation: int = 1, **keys: Any) -> dict[str, Any]:
-    """family: `llama`, `gpt2`, or `mixture`, llama with experts."""
-    chosen = choices("llama" if family == "mixture" else family, table, "torch", accumulation)
-    mixture = {"model": "tiny_moe", **SIZES} if family == "mixture" else {}
-    return plain(**{**chosen, **mixture, **LAYERS, **keys})
+def config(model: str, table: str, accumulation: int = 1, **keys: Any) -> dict[str, Any]:
+    return plain(**choices(model, table, "torch", accumulation, **{**LAYERS, **keys}))
 
 
 def job_of(asked: dict[str, Any]) -> Job:
@@ -61,8 +58,8 @@ def job_of(asked: dict[str, Any]) -> Job:
 
 
 @functools.cache
-def alone(family: str, packed: bool = False, **keys: Any) -> Outcome:
-    job = job_of(config(family, "single", **keys))
+def alone(model: str, packed: bool = False, **keys: Any) -> Outcome:
+    job = job_of(config(model, "single", **keys))
     session = open_session(job)
     return run_session(session, job, PACKED if packed else ragged_batches())
 
@@ -93,24 +90,23 @@ def test_every_stage_knows_where_documents_end(table, keys, torch_pool):
     assert differences(torch_pool(config("llama", table, **keys), PACKED), alone("llama", packed=True)) == []
 
 
-@pytest.mark.parametrize("losses", [{}, {"model.moe.balance_loss": 0.0, "model.moe.z_loss": 0.0}], ids=["losses", "none"])
-@pytest.mark.parametrize("table", ["pipeline", "pipeline_fsdp_tensor"])
-def test_losses_of_routers_travel_with_the_residual_stream(table, losses, torch_ranks):
-    job = job_of(config("mixture", "single", **losses))
-    batches = [local_batch(job, *batch) for batch in ragged_batches()]
-    wanted = open_session(job).step(batches[0]).result()
-    asked = config("mixture", table, **losses, **BY_TURNS, **TWO)
-    for found in torch_ranks.run(asked, ragged_batches(), call=first_step)["results"]:
-        share = found.pop("bubble_share")
-        assert 0 <= share < 1
-        assert found == pytest.approx(wanted, rel=1e-5)
-    found = torch_ranks.run(asked, ragged_batches(), want=("weights", "gradients"))
-    outcome = Outcome(found["losses"], found["grad_norms"], found["gradients"], found["weights"])
-    assert differences(outcome, run_session(open_session(job), job, ragged_batches())) == []
+EXPERTS = {"sharding.weights.layers": ["pipeline"], "mesh.expert": 2, "mesh.tensor": 2}
 
 
-def first_step(session: Any, job: Job, batches: Any) -> dict[str, float]:
-    return session.step(local_batch(job, *batches[0])).result()
+@pytest.mark.parametrize(
+    ("model", "table", "keys"),
+    [
+        ("limited rooms", "pipeline", {**BY_TURNS, **TWO}),
+        ("limited rooms", "fsdp_expert_tensor", {**GPIPE, **TWO, **EXPERTS}),
+        ("no losses of the router", "pipeline", {**INTERLEAVED, **TWO}),
+    ],
+)
+def test_losses_of_routers_travel_with_the_residual_stream(model, table, keys, torch_ranks):
+    """They reach the loss on the last stage, and its gradient comes back the same way to every router."""
+    sizes = {**test_moe_torch.MODELS[model], **LAYERS}
+    job = test_moe_torch.job_of("single", **sizes)
+    wanted = test_moe_torch.trained(open_session(job), job, ragged_batches())
+    test_moe_torch.assert_equal(test_moe_torch.found_of(torch_ranks, table, **sizes, **keys), wanted)
 
 
 @pytest.mark.parametrize(
