@@ -63,7 +63,8 @@ def blocked(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.A
     return _forward(query, key, value, documents)[0]
 
 
-def _blocks(sequence: int) -> list[slice]:
+def causal_blocks(sequence: int) -> list[slice]:
+    """Blocks of queries, few of them; each needs the keys up to its own end only."""
     size = max(MIN_BLOCK, -(-sequence // MAX_BLOCKS))
     return [slice(start, min(start + size, sequence)) for start in range(0, sequence, size)]
 
@@ -87,7 +88,7 @@ def _forward(query, key, value, documents):
     kv_heads = key.shape[2]
     q, k, v = _heads_first(query, kv_heads), key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
     outputs, normalisers = [], []
-    for block in _blocks(query.shape[1]):
+    for block in causal_blocks(query.shape[1]):
         scores = _scores(q, k, documents, block)
         normaliser = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - normaliser[..., None]).astype(query.dtype)
@@ -108,7 +109,7 @@ def _backward(saved, gradient):
     shared = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)  # (batch, kv_heads, group, sequence)
     d_query = []
     d_key, d_value = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for block in _blocks(query.shape[1]):
+    for block in causal_blocks(query.shape[1]):
         keys = slice(0, block.stop)
         weights = jnp.exp(_scores(q, k, documents, block) - normaliser[:, :, :, block, None])
         d_weights = jnp.einsum("bkgtd,bksd->bkgts", d_out[:, :, :, block], v[:, :, keys], preferred_element_type=jnp.float32)
