@@ -19,9 +19,8 @@ TENSOR_ROWS = ("heads", "kv_heads", "mlp", "vocab")
 
 
 def check_axes(parameters: tuple[Parameter, ...], rules: Rules, mesh: Mesh, roles: dict[str, tuple[str, ...]]) -> None:
-    """An axis larger than 1 must do something, no tensor may spend one twice, and only known roles run."""
+    """An axis larger than 1 must do something, and no tensor may spend one twice."""
     _check_idle(rules, mesh, roles)
-    _check_implemented(roles)
     faults = [fault for p in parameters for fault in _twice(p, rules, mesh)]
     faults += [
         f"activation `{name}`: {', '.join(twice)} splits two dims of {'/'.join(axes)}; take it out of one of those rows"
@@ -48,16 +47,6 @@ def _check_idle(rules: Rules, mesh: Mesh, roles: dict[str, tuple[str, ...]]) -> 
     )
 
 
-def _check_implemented(roles: dict[str, tuple[str, ...]]) -> None:
-    known = {reading.DATA, reading.FSDP, reading.TENSOR, reading.REPEATED, reading.SEQUENCE, reading.CONTEXT, reading.EXPERT}
-    for axis, axis_roles in roles.items():
-        unknown = [role for role in axis_roles if role not in known]
-        if unknown:
-            raise PlanError(
-                f"mesh.{axis}: this table asks for {unknown[0]}, which the lab does not run yet. Set mesh.{axis}=1."
-            )
-
-
 def _twice(parameter: Parameter, rules: Rules, mesh: Mesh) -> list[str]:
     return [
         f"{parameter.name} ({column}): {', '.join(twice)} splits two dims of {'/'.join(map(str, parameter.axes))}; "
@@ -80,6 +69,8 @@ def _scattered(parameter: Parameter, rules: Rules, mesh: Mesh) -> str | None:
 def _row_faults(axis: str, rules: Rules) -> Iterator[str]:
     """What a table asks of one axis and no backend computes, or only by repeating work."""
     acts = rules.activations
+    if axis in rules.weights["layers"]:
+        yield from _stage_faults(axis, rules)
     if axis in acts["sequence"] and axis not in acts["residual_sequence"]:
         yield (
             f"sharding.activations.sequence names {axis}, sharding.activations.residual_sequence does not: tokens stay where they "
@@ -104,6 +95,17 @@ def _row_faults(axis: str, rules: Rules) -> Iterator[str]:
     if axis in acts["residual_sequence"] and not any(axis in acts[row] for row in ("heads", "mlp")):
         yield f"sharding.activations.residual_sequence: {axis} splits nothing inside a block, which would be repeated; write []"
     yield from _column_faults(axis, rules)
+
+
+def _stage_faults(axis: str, rules: Rules) -> Iterator[str]:
+    """An axis that splits the layers into stages does nothing else, in no column."""
+    columns = {"activations": rules.activations, "weights": rules.weights}
+    other = [f"sharding.{name}.{row}" for name, rows in columns.items() for row in rows if row != "layers" and axis in rows[row]]
+    if other:
+        yield f"sharding.weights.layers names {axis}, which makes pipeline stages of it; take it out of {', '.join(other)}"
+    for name in ("gradients", "optimizer"):
+        if axis not in getattr(rules, name)["layers"]:
+            yield f"sharding.{name}.layers drops {axis}, the pipeline's stages; name it there too"
 
 
 def _expert_faults(axis: str, rules: Rules) -> Iterator[str]:

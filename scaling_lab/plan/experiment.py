@@ -100,6 +100,20 @@ class Context:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Pipeline:
+    """Where the table splits the layers into stages: how microbatches of a device's rows go through them.
+
+    schedule: `gpipe`, all forward passes before all backward ones; `1f1b` (torch), by turns once every stage has something;
+    `interleaved`, with virtual_stages chunks of layers on each stage, in torch by turns too
+    microbatches: null for 4, 2 or 1 times the stages, the first that divides the rows
+    """
+
+    schedule: Literal["gpipe", "1f1b", "interleaved"]
+    microbatches: Size | None
+    virtual_stages: Size
+
+
+@dataclass(frozen=True, config=STRICT)
 class Workload:
     """global_batch: rows per optimizer step; accumulation: microbatches it is split into; seed: of the parameters.
 
@@ -116,6 +130,7 @@ class Workload:
     remat: Literal["none", "dots", "full"]
     loss_chunks: Size
     context: Context
+    pipeline: Pipeline
     precision: Precision
     optimizer: Optimizer
     evaluation: Evaluation

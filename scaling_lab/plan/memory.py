@@ -12,6 +12,7 @@ from scaling_lab.models.parameters import Parameter
 from scaling_lab.plan.experiment import Experiment
 from scaling_lab.plan.layout import Layout
 from scaling_lab.plan.mesh import Mesh
+from scaling_lab.plan.pipeline import PipelineSplit
 from scaling_lab.plan.rules import Rules
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -48,14 +49,31 @@ class Placed(Protocol):
         """Of its optimizer state."""
         ...
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The pipeline stages that hold any of it."""
+        ...
 
-def bytes_per_device(experiment: Experiment, plans: Iterable[Placed], rules: Rules, mesh: Mesh) -> dict[str, int]:
-    """Bytes that one device holds at the peak of a step, by part, with `total`.
+
+def bytes_per_device(
+    experiment: Experiment, plans: Iterable[Placed], rules: Rules, mesh: Mesh, split: PipelineSplit
+) -> dict[str, int]:
+    """Bytes that one device holds at the peak of a step, by part, with `total`: of the pipeline stage that holds most.
 
     parameters: as stored; gradients: one copy as reduced; optimizer: its state; gathered: the compute copies of the largest
     layer and of what lies outside the layers, where these differ from the stored ones; activations: see `activation_bytes`.
     """
     plans = tuple(plans)
+    stages = (
+        _bytes_of_stage(experiment, tuple(p for p in plans if stage in p.stages), rules, mesh, split, stage)
+        for stage in range(split.stages)
+    )
+    return max(stages, key=lambda parts: parts["total"])
+
+
+def _bytes_of_stage(
+    experiment: Experiment, plans: tuple[Placed, ...], rules: Rules, mesh: Mesh, split: PipelineSplit, stage: int
+) -> dict[str, int]:
     stored = DTYPE_BYTES[experiment.workload.precision.params]
     copies = OPTIMIZER_COPIES[experiment.workload.optimizer.name]
     if experiment.workload.optimizer.name == "sgd" and experiment.workload.optimizer.momentum:
@@ -65,7 +83,7 @@ def bytes_per_device(experiment: Experiment, plans: Iterable[Placed], rules: Rul
         "gradients": stored * sum(_local(p, p.gradients, mesh) for p in plans),
         "optimizer": stored * copies * sum(_local(p, p.optimizer, mesh) for p in plans),
         "gathered": _gathered(experiment, plans, mesh),
-        "activations": activation_bytes(experiment, rules, mesh),
+        "activations": activation_bytes(experiment, rules, mesh, split, stage),
     }
     return {"total": sum(parts.values()), **parts}
 
@@ -80,23 +98,24 @@ def _gathered(experiment: Experiment, plans: tuple[Placed, ...], mesh: Mesh) -> 
     for plan in plans:
         if plan.compute != plan.weights:
             where = plan.parameter.name.split(".")[0] if plan.parameter.stacked else ""
-            layers = plan.parameter.shape[0] if plan.parameter.stacked else 1
-            sizes[where] = sizes.get(where, 0) + _local(plan, plan.compute, mesh) // layers
+            local = plan.compute.local_shape(plan.parameter.shape, mesh)
+            sizes[where] = sizes.get(where, 0) + math.prod(local[1:] if plan.parameter.stacked else local)
     outside = sizes.pop("", 0)
     return DTYPE_BYTES[experiment.workload.precision.compute] * (outside + max(sizes.values(), default=0))
 
 
-def activation_bytes(experiment: Experiment, rules: Rules, mesh: Mesh) -> int:
+def activation_bytes(experiment: Experiment, rules: Rules, mesh: Mesh, split: PipelineSplit, stage: int = 0) -> int:
     """Bytes of activations that the backward pass needs at its start, for one microbatch.
 
     Per layer: the residual stream twice and, by `workload.remat`, `none`: both norms' outputs, queries, keys, values, attention
     output, and the mlp's hidden values (three for a gated one, two else), fused attention keeping no scores; `dots`: outputs of
     products only; `full`: nothing more. Outside: logits and their gradient in float32, of one loss chunk. After Korthikanti et al. 2022
     (arXiv 2205.05198), section 4, without dropout and with fused attention. Experts: as if their tokens were spread evenly over
-    the devices, each token's input and output once for each of its experts.
+    the devices, each token's input and output once for each of its experts. A pipeline's stage: its layers for as many of the
+    pipeline's microbatches as `in_flight` says, and in one program all rows between the stages, twice.
     """
     model, workload = experiment.model, experiment.workload
-    rows, sequence = workload.global_batch // workload.accumulation, workload.sequence
+    rows, sequence = workload.global_batch // workload.accumulation // split.microbatches, workload.sequence
 
     def local(**axes: int) -> int:
         shape = (rows, sequence, *(size for name, size in axes.items() if not name.endswith("sequence")))
@@ -115,8 +134,14 @@ def activation_bytes(experiment: Experiment, rules: Rules, mesh: Mesh) -> int:
         sent = 2 * mixture.experts_per_token * inside if mixture else 0
         products = attention + (2 if model.activation == "swiglu" else 1) * hidden + sent
         per_layer = {"full": residual, "dots": 2 * residual + products, "none": 2 * residual + 2 * inside + products + hidden}
-        size += len(layers) * per_layer[workload.remat]
+        held = split.room * split.in_flight[stage] if split.stages > 1 else len(layers)
+        size += held * per_layer[workload.remat]
     logits = 2 * 4 * local(vocab=model.padded_vocab) // workload.loss_chunks
+    if split.one_program:
+        size += 2 * split.microbatches * residual
+        logits = logits * split.microbatches // (split.stages if split.spread else 1)
+    elif split.stages > 1:
+        logits *= split.logits_in_flight if stage == split.stages - 1 else 0
     return DTYPE_BYTES[workload.precision.compute] * size + logits
 
 

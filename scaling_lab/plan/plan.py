@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from scaling_lab.errors import ConfigError, PlanError
 from scaling_lab.models import decoder
+from scaling_lab.models.model import Model
 from scaling_lab.models.parameters import Parameter, total_size
-from scaling_lab.plan import auto, batch, checks, contradictions, memory, sequence, sizes
+from scaling_lab.plan import auto, batch, checks, contradictions, memory, pipeline, sequence, sizes
 from scaling_lab.plan import roles as reading
 from scaling_lab.plan.experiment import MESH_AXES, Experiment
 from scaling_lab.plan.layout import Layout
@@ -27,6 +28,8 @@ class ParameterPlan:
     fsdp_axes: tuple[str, ...]
     #: Axes over which partial gradients are summed: those that divide the tokens and do not split the computation.
     sum_axes: tuple[str, ...]
+    #: The pipeline stages that hold any of it.
+    stages: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Plan:
     parameters: tuple[ParameterPlan, ...]
     batch: batch.BatchSplit
     sequence: sequence.SequenceSplit
+    pipeline: pipeline.PipelineSplit
     bytes_per_device: dict[str, int]
     parameter_count: int
     flops_per_token: float
@@ -76,14 +80,16 @@ def make_plan(experiment: Experiment, found: Found) -> Plan:
         *sizes.size_faults(experiment, parameters, rules, mesh),
         *batch.faults(experiment.workload, rules, mesh),
         *sequence.faults(experiment, rules, mesh),
+        *pipeline.faults(experiment, rules, mesh),
     ]
     if faults:
         raise PlanError("sizes that do not divide:\n" + "\n".join(f"  {fault}" for fault in faults))
-    plans = tuple(_plan_parameter(parameter, rules, mesh) for parameter in parameters)
+    stages = pipeline.split(experiment, rules, mesh)
+    plans = tuple(_plan_parameter(parameter, rules, mesh, stages, experiment.model) for parameter in parameters)
 
     def count(changed: Experiment) -> dict[str, int]:
         batch.split(changed.workload, rules, mesh)
-        return memory.bytes_per_device(changed, plans, rules, mesh)
+        return memory.bytes_per_device(changed, plans, rules, mesh, pipeline.split(changed, rules, mesh))
 
     checks.check_memory(experiment, count, found.memory_bytes_per_device)
     return _assemble(experiment, found, mesh, rules, plans, count(experiment))
@@ -107,6 +113,7 @@ def _assemble(
         parameters=plans,
         batch=batch.split(experiment.workload, rules, mesh),
         sequence=sequence.split(experiment, rules, mesh),
+        pipeline=pipeline.split(experiment, rules, mesh),
         bytes_per_device=needed,
         parameter_count=total_size(parameters),
         flops_per_token=decoder.flops_per_token(model, length),
@@ -124,11 +131,14 @@ def _check_order(order: tuple[str, ...]) -> None:
         raise ConfigError(f"mesh.order=[{', '.join(order)}] must list each of {', '.join(MESH_AXES)} once, outermost first.")
 
 
-def _plan_parameter(parameter: Parameter, rules: Rules, mesh: Mesh) -> ParameterPlan:
+def _plan_parameter(
+    parameter: Parameter, rules: Rules, mesh: Mesh, stages: pipeline.PipelineSplit, model: Model
+) -> ParameterPlan:
     weights, gradients, optimizer = (
         rules.weight_layout(column, parameter.axes).real(mesh) for column in ("weights", "gradients", "optimizer")
     )
     fsdp = reading.fsdp_axes(parameter, rules, mesh)
     compute = weights.without(fsdp)
     summed = tuple(axis for axis in mesh.real_axes if axis in rules.token_axes and axis not in compute.axes)
-    return ParameterPlan(parameter, weights, compute, gradients, optimizer, fsdp, summed)
+    holders = stages.holders(parameter, model)
+    return ParameterPlan(stages.stored(parameter), weights, compute, gradients, optimizer, fsdp, summed, holders)

@@ -26,7 +26,7 @@ ACTIVATIONS = {
 }
 
 #: Axes of a model, each also the key of its size.
-_MODEL_AXES = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab")
+_MODEL_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "vocab")
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,14 @@ class _Undivided:
 
 
 def size_faults(experiment: Experiment, parameters: tuple[Parameter, ...], rules: Rules, mesh: Mesh) -> list[str]:
-    """One line for every size that does not divide, in any column: both numbers, all tensors it is in, keys to change."""
+    """One line for every size that does not divide, in any column: both numbers, all tensors it is in, keys to change.
+
+    But for the layers, which `plan.pipeline` pads.
+    """
     tensors: dict[_Undivided, dict[str, None]] = {}
     for name, layout, axes, sizes in _tensors(experiment, parameters, rules):
         for axis, size, split in zip(axes, sizes, layout.real(mesh).dims, strict=True):
-            if axis and size is not None and size % mesh.split(split):
+            if axis and axis != "layers" and size is not None and size % mesh.split(split):
                 undivided = _Undivided(axis, size, split, _key(axis, size, name, experiment))
                 tensors.setdefault(undivided, {})[name] = None
     return [_fault(undivided, tuple(names), experiment, mesh) for undivided, names in tensors.items()]
@@ -97,7 +100,7 @@ def _key(axis: str, size: int, tensor: str, experiment: Experiment) -> str:
         return "model.moe.expert_mlp"
     if axis == "embed" and size != model.embed:
         return "model.latent.query_rank" if "query" in tensor else "model.latent.kv_rank"
-    return "model.layers" if axis == "layers" else f"model.{axis}"
+    return f"model.{axis}"
 
 
 def _fault(undivided: _Undivided, names: tuple[str, ...], experiment: Experiment, mesh: Mesh) -> str:

@@ -74,6 +74,7 @@ def number_lines(experiment: Experiment, plan: Plan) -> list[tuple[str, str]]:
         ("bytes per device", _bytes(plan)),
         ("hardware", _hardware(experiment, plan)),
         ("batch", _batch(plan)),
+        *([("pipeline", _pipeline(plan))] if plan.pipeline.stages > 1 else []),
         ("tokens per step", f"{workload.global_batch} rows x {workload.sequence} tokens = {count(tokens)}"),
         ("FLOPs per token", _flops(experiment, plan)),
         ("FLOPs per step", f"{scaled(plan.flops_per_token)} x {count(tokens)} tokens = {scaled(per_step, 'FLOP')}"),
@@ -84,7 +85,7 @@ def number_lines(experiment: Experiment, plan: Plan) -> list[tuple[str, str]]:
 
 def _parameters(experiment: Experiment, plan: Plan) -> str:
     text = f"{count(plan.parameter_count)} ({experiment.workload.precision.params})"
-    padded = sum(math.prod(p.parameter.shape) for p in plan.parameters)
+    padded = sum(math.prod(p.shape) for p in decoder.parameters(experiment.model))
     if padded > plan.parameter_count:
         text += f", {count(padded)} with the vocabulary padded to {count(experiment.model.padded_vocab)}"
     if experiment.model.moe is None:
@@ -111,6 +112,29 @@ def _batch(plan: Plan) -> str:
     over = " x ".join(f"{axis} {plan.mesh.size(axis)}" for axis in batch.axes)
     rows = f"{plural(batch.accumulation, 'microbatch')} of {plural(batch.microbatch, 'row')}"
     return f"{rows} / {batch.parts} ({over}) = {plural(batch.rows_per_part, 'row')} a device" if over else f"{rows}, not split"
+
+
+def _pipeline(plan: Plan) -> str:
+    """Stages and their layers, the schedule, the bubble, and where the rest of the model lives."""
+    split = plan.pipeline
+    layers = " | ".join(", ".join(_range(chunk) for chunk in split.of_stage(stage)) for stage in range(split.stages))
+    padding = sum(layer is None for layer in split.slots)
+    if padding and split.one_program:
+        layers += f" (and {plural(padding, 'masked layer')} of padding)"
+    outside = "on every stage"
+    if not split.one_program:
+        outside = f"on stage 0 and stage {split.stages - 1}"
+    elif split.spread:
+        outside = "on every stage, which share their rows"
+    work = split.microbatches * split.virtual_stages
+    return (
+        f"{split.stages} stages of layers {layers}; {split.schedule}, {plural(split.microbatches, 'microbatch')}: bubble "
+        f"{split.stages - 1} / ({work} + {split.stages - 1}) = {percent(split.bubble_share)}; embedding and head {outside}"
+    )
+
+
+def _range(layers: range) -> str:
+    return f"{layers.start}" if len(layers) == 1 else f"{layers.start}-{layers.stop - 1}"
 
 
 def _flops(experiment: Experiment, plan: Plan) -> str:

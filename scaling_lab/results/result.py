@@ -12,6 +12,7 @@ from typing import Any
 from scaling_lab.config import to_plain
 from scaling_lab.errors import LabError
 from scaling_lab.plan.experiment import Experiment
+from scaling_lab.plan.pipeline import PipelineSplit
 from scaling_lab.plan.plan import Plan
 from scaling_lab.predict.peak import DevicePeak
 from scaling_lab.predict.peak import to_plain as plain_peak
@@ -96,7 +97,7 @@ def _error(error: BaseException | None) -> dict[str, str] | None:
 def plan_summary(plan: Plan | None) -> dict[str, Any]:
     """The plan's numbers; plan.json has the rest. Every value is null (or {}) where there is no plan."""
     if plan is None:
-        names = ("parameters", "flops_per_token", "devices", "hosts", "mesh", "roles", "crossing_axes")
+        names = ("parameters", "flops_per_token", "devices", "hosts", "mesh", "roles", "crossing_axes", "pipeline")
         return {**dict.fromkeys(names), "bytes_per_device": {"total": None}}
     return {
         "parameters": plan.parameter_count,
@@ -109,8 +110,17 @@ def plan_summary(plan: Plan | None) -> dict[str, Any]:
         "mesh_chosen": list(plan.mesh.chosen),
         "roles": {axis: list(roles) for axis, roles in plan.roles.items()},
         "crossing_axes": list(plan.mesh.crossing_axes()),
+        "pipeline": _pipeline(plan.pipeline),
         "bytes_per_device": dict(plan.bytes_per_device),
     }
+
+
+def _pipeline(split: PipelineSplit) -> dict[str, Any] | None:
+    """None where there is one stage. bubble_share: see `plan.pipeline`."""
+    if split.stages == 1:
+        return None
+    names = ("stages", "virtual_stages", "microbatches", "schedule", "bubble_share")
+    return {name: getattr(split, name) for name in names}
 
 
 def _predicted(plan: Plan | None) -> dict[str, Any]:
