@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scaling_lab.backends.jax.attention import causal_blocks
-
 #: Queries of a block of scores. Fewer are smaller products; with a few thousand keys these take some MiB a head.
 ROWS = 512
+#: Causal query blocks: n of them compute (n + 1) / 2n of the scores; more of them are more, smaller products.
+MAX_BLOCKS, MIN_BLOCK = 4, 128
 
 Tree = Any
 
@@ -64,6 +64,11 @@ def causal_gradients(asking: Tree, own: Tree) -> tuple[jax.Array, jax.Array, jax
     return jnp.concatenate(d_query, axis=-2), *sums
 
 
+def shared(gradient: jax.Array, output: jax.Array) -> jax.Array:
+    """What the gradients of all of a query's scores have in common."""
+    return (gradient.astype(jnp.float32) * output.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+
+
 def cut(tree: Tree, part: slice) -> Tree:
     """A part of the sequence of each array."""
     return jax.tree.map(lambda x: x[..., part, :], tree)
@@ -75,7 +80,9 @@ def _nothing(visiting: Tree) -> Tree:
 
 def _causal_rows(asking: Tree) -> list[tuple[slice, jax.Array]]:
     """Blocks of queries, each with the place of its queries in the part, (t, 1): no key after that is seen."""
-    blocks = causal_blocks(asking[0].shape[-2])
+    length = asking[0].shape[-2]
+    size = max(MIN_BLOCK, -(-length // MAX_BLOCKS))
+    blocks = [slice(start, min(start + size, length)) for start in range(0, length, size)]
     return [(block, jnp.arange(block.start, block.stop)[:, None]) for block in blocks]
 
 

@@ -159,8 +159,7 @@ def _either(condition, yes, no):
 
 def _backward(how, saved, gradient):
     query, key, value, documents, output, normaliser = saved
-    shared = (gradient.astype(jnp.float32) * output.astype(jnp.float32)).sum(axis=-1, keepdims=True)
-    asking, sent = (query, gradient, normaliser, shared, documents), (key, value, documents)
+    asking, sent = (query, gradient, normaliser, blocks.shared(gradient, output), documents), (key, value, documents)
     d_query, *own = blocks.causal_gradients(asking, sent)
     if how.gather:
         d_query, came = _gathered_gradients(how, asking, d_query, sent)
