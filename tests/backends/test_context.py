@@ -10,7 +10,7 @@ from cases import differences, ragged_batches
 from experiments import FOUND
 from test_parity import config, reference, run_jax
 
-from scaling_lab.backends.jax import context
+from scaling_lab.backends.jax import blocks, context
 from scaling_lab.backends.jax.runtime import mesh_of
 from scaling_lab.backends.jax.sharding import Placement
 from scaling_lab.config import experiment_from
@@ -87,7 +87,7 @@ def kv_heads(changes):
 @pytest.mark.xdist_group("jax_llama")
 @pytest.mark.parametrize("zigzag", [True, False])
 def test_a_ring_keeps_no_scores_of_a_whole_part_in_jax(zigzag):
-    """4,096 tokens over 2 devices, so parts of 2,048: the compiled gradient has scores of at most 512 queries at once."""
+    """4,096 tokens over 2 devices, so parts of 2,048: the compiled gradient has scores of at most 128 queries at once."""
     keys = {"workload.sequence": 4096, "workload.global_batch": 4, "workload.context.zigzag": zigzag}
     experiment = experiment_from(case("llama", "ring of two", "jax", **keys))
     plan = make_plan(experiment, FOUND)
@@ -99,6 +99,6 @@ def test_a_ring_keeps_no_scores_of_a_whole_part_in_jax(zigzag):
     shaped = [jax.ShapeDtypeStruct((4, 4096, heads, 8), jnp.float32) for heads in (4, 2, 2)]
     text = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*shaped).compile().as_text()
     sizes = [[int(size) for size in shape.split(",")] for shape in re.findall(r"f32\[([\d,]+)\]", text)]
-    assert any(size[-2:] == [512, 1024 if zigzag else 2048] for size in sizes), "no scores found"
-    # per row and head: 512 queries x 2,048 keys at most; 2 KV heads x 2 query heads each, one row a device
-    assert max(math.prod(size) for size in sizes) <= 4 * 512 * 2048
+    assert any(size[-2:] == [blocks.ROWS, 1024 if zigzag else 2048] for size in sizes), "no scores found"
+    # one row a device, 4 heads: 128 queries x 2,048 keys at most, where a part has 2,048 queries
+    assert max(math.prod(size) for size in sizes) <= 4 * 128 * 2048
