@@ -17,12 +17,13 @@ import numpy as np
 from flax import nnx
 
 from scaling_lab.backends.jax import context
+from scaling_lab.backends.jax.chunks import Chunked, chunked_cross_entropy_sum
 from scaling_lab.backends.jax.latent import LatentAttention
 from scaling_lab.backends.jax.loss import cross_entropy_sum
 from scaling_lab.backends.jax.mlp import Mlp
 from scaling_lab.backends.jax.moe import Moe
 from scaling_lab.backends.jax.norm import Norm, rms_norm
-from scaling_lab.backends.jax.products import described, lookup, plus, product
+from scaling_lab.backends.jax.products import described, how_used, lookup, plus, product
 from scaling_lab.backends.jax.remat import rematerialise
 from scaling_lab.backends.jax.rotary import rotary, rotary_tables
 from scaling_lab.backends.jax.runtime import mesh_of
@@ -67,18 +68,20 @@ class Decoder(nnx.Module):
         chunks = self.experiment.workload.loss_chunks
         if chunks == 1:
             return self.loss(x, labels)
-        # Every chunks-th token makes a chunk, so that a chunk of a split sequence has tokens of each of its parts.
-        parts = [jnp.moveaxis(one.reshape(one.shape[0], -1, chunks, *one.shape[2:]), 2, 0) for one in (x, labels)]
-        add = jax.checkpoint(lambda total, part: (total + self.loss(*part), None), prevent_cse=False)
-        return jax.lax.scan(add, jnp.zeros((), jnp.float32), parts)[0]
+        equation, weight = self.head.weighed(self._table)
+        head = Chunked(how_used(self.on, weight), equation, self.experiment.model.vocab, chunks)
+        return chunked_cross_entropy_sum(head, x.astype(head.use.dtype), weight[...], labels)
 
     def logits(self, x):
         """x (b, t, e) -> (b, t, v)."""
-        table = self.embed.tokens if self.experiment.model.tied_head else None
-        return self.on.constrain(self.head(x, table), LOGITS)
+        return self.on.constrain(self.head(x, self._table), LOGITS)
+
+    @property
+    def _table(self):
+        return self.embed.tokens if self.experiment.model.tied_head else None
 
     def loss(self, x, labels):
-        """The sum of cross-entropies; in a checkpoint, logits are made again in the backward pass."""
+        """The sum of cross-entropies."""
         return cross_entropy_sum(self.logits(x), labels, self.experiment.model.vocab)
 
     def _through_layers(self, x, documents, positions):
@@ -168,9 +171,12 @@ class Head(nnx.Module):
         self.weight = described(on, "head.weight")
 
     def __call__(self, x, table):
-        if self.weight is None:
-            return product(self.on, "bte,ve->btv", x, table)
-        return product(self.on, "bte,ev->btv", x, self.weight)
+        equation, weight = self.weighed(table)
+        return product(self.on, equation, x, weight)
+
+    def weighed(self, table):
+        """The product's equation and its weight."""
+        return ("bte,ve->btv", table) if self.weight is None else ("bte,ev->btv", self.weight)
 
 
 def _through(layer: Callable[..., Any], x: Any, stack: Layer, count: int, *, scanned: bool) -> tuple[Any, dict[str, jax.Array]]:
