@@ -16,6 +16,7 @@ from scaling_lab.plan.plan import Found, make_plan
 
 SIZES = {
     "S": {"layers": 4, "embed": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "mlp": 688, "vocab": 8192},
+    "tiny": {},  # as in conf/model/tiny.yaml
     "M": {"layers": 8, "embed": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "mlp": 1376, "vocab": 8192},
 }
 

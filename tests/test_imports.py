@@ -15,7 +15,7 @@ def loaded_after(statement: str) -> set[str]:
 def test_the_coordinator_loads_neither_jax_nor_torch():
     loaded = loaded_after("import scaling_lab.__main__, scaling_lab.lab, scaling_lab.sweep, scaling_lab.explain")
     assert "scaling_lab" in loaded
-    assert not loaded & {"jax", "jaxlib", "flax", "optax", "torch"}
+    assert not loaded & {"jax", "jaxlib", "flax", "equinox", "optax", "torch"}
 
 
 def test_nothing_imports_wandb_before_a_run_tracks():
@@ -26,4 +26,12 @@ def test_nothing_imports_wandb_before_a_run_tracks():
 def test_a_backend_does_not_load_the_other_one(backend, other):
     loaded = loaded_after(f"import scaling_lab.worker, scaling_lab.backends.{backend}.train")
     assert backend in loaded
+    assert other not in loaded
+
+
+@pytest.mark.parametrize(("module", "other"), [("flax", "equinox"), ("equinox", "flax")])
+def test_a_module_library_is_loaded_only_where_it_is_asked_for(module, other):
+    assert not loaded_after("import scaling_lab.worker, scaling_lab.backends.jax.train") & {module, other}
+    loaded = loaded_after(f"import scaling_lab.backends.jax.{module}_modules")
+    assert module in loaded
     assert other not in loaded

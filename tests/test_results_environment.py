@@ -23,7 +23,17 @@ def test_the_facts_of_this_machine_are_there(tmp_path: Path) -> None:
     facts = gathered(tmp_path)
     assert facts["python"] == platform.python_version()
     assert facts["versions"]["numpy"].count(".") == 2
-    assert set(facts["versions"]) >= {"jax", "jaxlib", "flax", "optax", "torch", "hydra-core", "wandb", "scaling_lab"}
+    assert set(facts["versions"]) >= {
+        "jax",
+        "jaxlib",
+        "flax",
+        "equinox",
+        "optax",
+        "torch",
+        "hydra-core",
+        "wandb",
+        "scaling_lab",
+    }
     assert facts["cpu"]["model"]
     assert facts["cpu"]["usable_cores"] >= 1
     assert (facts["simulated"], facts["command"], facts["worker_environment"]) == (True, "scaling-lab run", {"A": "1"})
@@ -57,6 +67,6 @@ def test_results_and_report_import_no_framework_and_no_wandb() -> None:
     code = (
         "import sys, scaling_lab.results.environment, scaling_lab.results.result, scaling_lab.results.tracker, "
         "scaling_lab.report.console, scaling_lab.predict.peak\n"
-        "assert not {'jax', 'flax', 'optax', 'torch', 'wandb'} & set(sys.modules)"
+        "assert not {'jax', 'flax', 'equinox', 'optax', 'torch', 'wandb'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=True, timeout=60)

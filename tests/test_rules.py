@@ -119,9 +119,9 @@ def test_storing_over_an_axis_that_neither_computes_nor_divides_the_batch_is_ref
     assert plan("tensor", "auto", **{f"sharding.{column}.{name}": [] for column in ("weights", "activations") for name in rows})
 
 
-def test_pipelines_are_refused_while_they_do_not_run():
-    changes = {"sharding.weights.layers": ["pipeline"], "mesh.pipeline": 2}
-    assert "pipeline, which the lab does not run yet. Set mesh.pipeline=1." in refusal("data", error=PlanError, **changes)
+def test_any_table_gets_stages_by_one_row():
+    found = plan("data", "auto", **{"sharding.weights.layers": ["pipeline"], "mesh.pipeline": 2})
+    assert found.roles["pipeline"] == ("pipeline", "repeated")
 
 
 def test_a_sequence_split_inside_a_block_must_be_split_between_blocks_too_over_any_axis():
@@ -209,6 +209,10 @@ def test_every_shipped_table_is_read_above():
         "fsdp_tensor_context",
         "fsdp_tensor_sequence",
         "hsdp",
+        "pipeline",
+        "pipeline_context",
+        "pipeline_fsdp",
+        "pipeline_fsdp_tensor",
         "single",
         "tensor",
         "tensor_sequence",

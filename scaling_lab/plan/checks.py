@@ -100,7 +100,9 @@ def _row_faults(axis: str, rules: Rules) -> Iterator[str]:
 def _stage_faults(axis: str, rules: Rules) -> Iterator[str]:
     """An axis that splits the layers into stages does nothing else, in no column."""
     columns = {"activations": rules.activations, "weights": rules.weights}
-    other = [f"sharding.{name}.{row}" for name, rows in columns.items() for row in rows if row != "layers" and axis in rows[row]]
+    other = [
+        f"sharding.{name}.{row}" for name, rows in columns.items() for row in rows if row != "layers" and axis in rows[row]
+    ]
     if other:
         yield f"sharding.weights.layers names {axis}, which makes pipeline stages of it; take it out of {', '.join(other)}"
     for name in ("gradients", "optimizer"):

@@ -106,11 +106,12 @@ class Pipeline:
     schedule: `gpipe`, all forward passes before all backward ones; `1f1b` (torch), by turns once every stage has something;
     `interleaved`, with virtual_stages chunks of layers on each stage, in torch by turns too
     microbatches: null for 4, 2 or 1 times the stages, the first that divides the rows
+    virtual_stages: null for 2 if interleaved, else 1
     """
 
     schedule: Literal["gpipe", "1f1b", "interleaved"]
     microbatches: Size | None
-    virtual_stages: Size
+    virtual_stages: Size | None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -166,6 +167,7 @@ class DataConfig:
 class BackendConfig:
     """processes: how many worker processes a host gets. Keys below it belong to one backend and are null in the other.
 
+    module (jax): the library whose modules hold the weights
     scan_layers (jax): one scanned layer body instead of an unrolled stack; partitioner (jax): which of XLA's splits the program
     compile (torch): torch.compile each layer; reshard_after_forward (torch): FSDP frees a gathered layer until its backward pass
     data_parallel (torch): who sums the gradients of whole weights, `buckets` of the lab's or `ddp`, torch's own wrapper
@@ -175,6 +177,7 @@ class BackendConfig:
     name: Literal["jax", "torch"]
     processes: Literal["per_host", "per_device"]
     attention: Literal["fused", "plain"]
+    module: Literal["flax", "equinox"] | None
     scan_layers: bool | None
     partitioner: Literal["shardy", "gspmd"] | None
     compile: bool | None

@@ -7,6 +7,7 @@ Must not know how a stage computes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,7 +49,7 @@ class PipelineSplit:
         num = self.stages * self.virtual_stages
         size, longer = divmod(self.layers, num)
         starts = [chunk * size + min(chunk, longer) for chunk in range(num + 1)]
-        return tuple(range(start, stop) for start, stop in zip(starts[:-1], starts[1:], strict=True))
+        return tuple(range(start, stop) for start, stop in itertools.pairwise(starts))
 
     @property
     def room(self) -> int:
@@ -78,8 +79,8 @@ class PipelineSplit:
     def in_flight(self) -> tuple[int, ...]:
         """Of how many microbatches x chunks each stage holds activations at most.
 
-        In one program: all, and those of the bubble. `gpipe`: all. `1f1b`: one for each stage from it to the last. `interleaved`: 2 for each stage after it and stages x
-        (virtual_stages - 1) + 1 beside, as that schedule warms up.
+        In one program: all, and those of the bubble. `gpipe`: all. `1f1b`: one for each stage from it to the last.
+        `interleaved`: 2 for each stage after it and stages x (virtual_stages - 1) + 1 beside, as that schedule warms up.
         """
         every = self.microbatches * self.virtual_stages
         if self.one_program:
@@ -123,7 +124,7 @@ def split(experiment: Experiment, rules: Rules, mesh: Mesh) -> PipelineSplit:
         return PipelineSplit((), 1, 1, 1, "gpipe", layers)
     rows, one_program = _rows(experiment, rules, mesh), experiment.backend.name == "jax"
     microbatches, spread = asked.microbatches or _usual(rows, stages), one_program and rows is not None and rows % stages == 0
-    return PipelineSplit(axes, stages, asked.virtual_stages, microbatches, asked.schedule, layers, one_program, spread)
+    return PipelineSplit(axes, stages, _chunks(asked), microbatches, asked.schedule, layers, one_program, spread)
 
 
 def faults(experiment: Experiment, rules: Rules, mesh: Mesh) -> Iterator[str]:
@@ -142,11 +143,11 @@ def faults(experiment: Experiment, rules: Rules, mesh: Mesh) -> Iterator[str]:
             f"kind. Set model.moe.dense_layers=0 or mesh.{axes[0]}=1."
         )
     yield from _schedule_faults(asked, stages, sizes, experiment.backend.name)
-    if model.layers < stages * asked.virtual_stages:
-        virtual = "" if asked.virtual_stages == 1 else f" x workload.pipeline.virtual_stages={asked.virtual_stages}"
+    if model.layers < stages * (chunks := _chunks(asked)):
+        virtual = "" if chunks == 1 else f" x workload.pipeline.virtual_stages={chunks}"
         yield (
             f"model.layers={model.layers} over {sizes}{virtual}: a stage would have no layer. "
-            f"Set mesh.{axes[0]}={max(1, model.layers // asked.virtual_stages)} or model.layers={stages * asked.virtual_stages}."
+            f"Set mesh.{axes[0]}={max(1, model.layers // chunks)} or model.layers={stages * chunks}."
         )
     yield from _microbatch_faults(asked, stages, sizes, _rows(experiment, rules, mesh))
 
@@ -154,10 +155,10 @@ def faults(experiment: Experiment, rules: Rules, mesh: Mesh) -> Iterator[str]:
 def _schedule_faults(asked: Pipeline, stages: int, sizes: str, backend: str) -> Iterator[str]:
     if asked.schedule == "interleaved" and asked.virtual_stages == 1:
         yield "workload.pipeline.schedule=interleaved with one chunk a stage is 1f1b. Set workload.pipeline.virtual_stages=2."
-    if asked.schedule != "interleaved" and asked.virtual_stages > 1:
+    if asked.schedule != "interleaved" and _chunks(asked) > 1:
         yield (
             f"workload.pipeline.virtual_stages={asked.virtual_stages} needs schedule=interleaved, not {asked.schedule}. "
-            f"Set workload.pipeline.virtual_stages=1 or workload.pipeline.schedule=interleaved."
+            f"Set workload.pipeline.virtual_stages=null or workload.pipeline.schedule=interleaved."
         )
     if asked.schedule == "1f1b" and backend == "jax":
         yield (
@@ -176,11 +177,12 @@ def _microbatch_faults(asked: Pipeline, stages: int, sizes: str, rows: int | Non
     """rows: of a device, None where the batch does not split, which `plan.batch` says."""
     if not rows:
         return
-    if asked.microbatches and rows % asked.microbatches:
+    wanted = asked.microbatches or rows
+    if rows % wanted:
         fitting = [n for n in range(1, rows + 1) if rows % n == 0]
-        near = min(fitting, key=lambda n: abs(n - asked.microbatches))
+        near = min(fitting, key=lambda n: abs(n - wanted))
         yield (
-            f"workload.pipeline.microbatches={asked.microbatches} does not divide the {rows} rows of a device "
+            f"workload.pipeline.microbatches={wanted} does not divide the {rows} rows of a device "
             f"(workload.global_batch / workload.accumulation / what splits the batch). Set workload.pipeline.microbatches={near}."
         )
     if asked.microbatches is None and not _usual(rows, stages):
@@ -193,8 +195,15 @@ def _microbatch_faults(asked: Pipeline, stages: int, sizes: str, rows: int | Non
 
 def _rows(experiment: Experiment, rules: Rules, mesh: Mesh) -> int | None:
     """Rows of one microbatch of accumulation on a device; None where they do not divide."""
-    rows, left = divmod(experiment.workload.global_batch, experiment.workload.accumulation * mesh.split(rules.activations["batch"]))
+    rows, left = divmod(
+        experiment.workload.global_batch, experiment.workload.accumulation * mesh.split(rules.activations["batch"])
+    )
     return None if left else rows
+
+
+def _chunks(asked: Pipeline) -> int:
+    """Chunks of a stage."""
+    return asked.virtual_stages or (2 if asked.schedule == "interleaved" else 1)
 
 
 def _usual(rows: int | None, stages: int) -> int:

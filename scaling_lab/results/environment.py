@@ -15,7 +15,7 @@ from scaling_lab.plan.plan import Plan
 from scaling_lab.predict.peak import cpu_model
 from scaling_lab.results.records import Record
 
-DISTRIBUTIONS = ("scaling_lab", "jax", "jaxlib", "flax", "optax", "torch", "numpy", "hydra-core", "wandb")
+DISTRIBUTIONS = ("scaling_lab", "jax", "jaxlib", "flax", "equinox", "optax", "torch", "numpy", "hydra-core", "wandb")
 GIT_LIMIT_S = 3.0
 
 

@@ -11,9 +11,9 @@ from experiments import FOUND
 from test_parity import config
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaling_lab.backends.jax.train import loss_and_gradients
 from scaling_lab.backends.jax.runtime import mesh_of
 from scaling_lab.backends.jax.sharding import Placement
+from scaling_lab.backends.jax.train import loss_and_gradients
 from scaling_lab.config import experiment_from
 from scaling_lab.plan.plan import make_plan
 
@@ -25,7 +25,9 @@ SPLITS = {"single": (1, 1), "tensor": (4, 2), "fsdp_tensor": (4, 2)}
 
 
 def case(table, backend, chunks):
-    return config("llama", table, backend, **{"model.vocab": VOCAB, "workload.sequence": SEQUENCE, "workload.loss_chunks": chunks})
+    return config(
+        "llama", table, backend, **{"model.vocab": VOCAB, "workload.sequence": SEQUENCE, "workload.loss_chunks": chunks}
+    )
 
 
 def compiled(plain):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from cases import ROWS, SEQUENCE
 from experiments import FOUND, experiment
-from flax import nnx
 from test_huggingface_logits import compare, randomised
 from test_moe_jax import asked
 from transformers import (
@@ -22,7 +21,7 @@ from transformers import (
 )
 
 from scaling_lab.backends.initial import initial_values
-from scaling_lab.backends.jax import moe, transformer
+from scaling_lab.backends.jax import flax_modules, moe, transformer
 from scaling_lab.backends.jax.runtime import mesh_of
 from scaling_lab.backends.jax.sharding import Placement
 from scaling_lab.models import decoder
@@ -117,14 +116,8 @@ def layer_weights(wanted):
 
 def module(wanted):
     """`moe.Moe` as a function of its weights."""
-    graph, state = nnx.split(moe.Moe(wanted, placement(wanted), "layers.moe."))
-
-    def compute(_, weights, x):
-        flat = nnx.to_flat_state(state)
-        filled = [(path, v.replace(weights[v.get_metadata("parameter")])) for path, v in flat]
-        return nnx.merge(graph, nnx.from_flat_state(filled))(x)
-
-    return compute
+    filled = flax_modules.filled(flax_modules.Moe(wanted, placement(wanted), "layers.moe."), layer_weights(wanted))
+    return lambda _, weights, x: filled(weights)(x)
 
 
 def written_out(sizes, weights, x):

@@ -1,1 +1,1 @@
-"""The JAX backend: flax NNX modules, NamedSharding, GSPMD/Shardy, optax. Never imports the torch backend."""
+"""The JAX backend: flax NNX or Equinox modules, NamedSharding, GSPMD/Shardy, optax. Never imports the torch backend."""

@@ -69,7 +69,7 @@ class Chunked:
     def _kept(self, sums: jax.Array) -> jax.Array:
         on, (batch, sequence, _) = self.use.placement, self._divided
         layout = Layout((batch, sequence, *on.planned[self.use.name].compute.dims))
-        return jax.lax.with_sharding_constraint(sums, on.named(layout))
+        return on.laid_out(sums, layout)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 import jax
-from flax import nnx
 
 from scaling_lab.backends.jax import dropless, limited
 from scaling_lab.backends.jax.dispatch import Experts
 from scaling_lab.backends.jax.expert import Matrices
-from scaling_lab.backends.jax.products import Use, how_used
+from scaling_lab.backends.jax.products import Use, Weight, how_used
 from scaling_lab.backends.jax.sharding import Placement
 from scaling_lab.plan.layout import Layout
 
@@ -32,9 +31,9 @@ def experts(
     x: jax.Array,
     chosen: jax.Array,
     weights: jax.Array,
-    gate: nnx.Param | None,
-    up: nnx.Param,
-    down: nnx.Param,
+    gate: Weight | None,
+    up: Weight,
+    down: Weight,
 ) -> jax.Array:
     """x (b, t, e) -> (b, t, e): sum over a token's experts of weight x mlp(x).
 
@@ -43,7 +42,7 @@ def experts(
     """
     into = (up,) if gate is None else (up, gate)
     how = How(on, num, room, tuple(how_used(on, weight) for weight in into), how_used(on, down))
-    return _experts(how, x, chosen, weights, (tuple(weight[...] for weight in into), down[...]))
+    return _experts(how, x, chosen, weights, (tuple(weight.array for weight in into), down.array))
 
 
 @dataclass(frozen=True)

@@ -8,37 +8,33 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 
 from scaling_lab.backends.jax import context
 from scaling_lab.backends.jax.norm import rms_norm
-from scaling_lab.backends.jax.products import described, product
+from scaling_lab.backends.jax.products import Weight, product
 from scaling_lab.backends.jax.rotary import rotary
 from scaling_lab.backends.jax.sharding import Placement
-from scaling_lab.plan.experiment import Experiment
+from scaling_lab.models.model import Latent
 
 NARROW = ("batch", "sequence", None)
 HEADS = ("batch", "sequence", "heads", None)
 
 
-class LatentAttention(nnx.Module):
-    """x (b, t, e) -> (b, t, e)."""
+class LatentAttention:
+    """x (b, t, e) -> (b, t, e). `query`, or with a narrow vector for queries too the three after it."""
 
-    query: Any
+    on: Placement
+    form: str
+    eps: float
+    latent: Latent
+    query: Weight | None
     query_down: Any
     query_down_norm: Any
     query_up: Any
-    kv_down: Any
-    kv_down_norm: Any
-    kv_up: Any
-    output: Any
-
-    def __init__(self, experiment: Experiment, on: Placement, prefix: str):
-        assert experiment.model.latent is not None
-        self.on, self.form = on, experiment.backend.attention
-        self.latent, self.eps = experiment.model.latent, experiment.model.norm_eps
-        for name in LatentAttention.__annotations__:
-            setattr(self, name, described(on, f"{prefix}{name}"))
+    kv_down: Weight
+    kv_down_norm: Weight
+    kv_up: Weight
+    output: Weight
 
     def __call__(self, x, tables, documents):
         on, latent = self.on, self.latent

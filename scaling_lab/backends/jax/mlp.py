@@ -5,31 +5,24 @@ Shapes: b batch, t sequence, e embed, f mlp.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-from flax import nnx
 
-from scaling_lab.backends.jax.products import described, plus, product
+from scaling_lab.backends.jax.products import Weight, plus, product
 from scaling_lab.backends.jax.sharding import Placement
 
 HIDDEN = ("batch", "sequence", "mlp")
 
 
-class Mlp(nnx.Module):
-    """x (b, t, e) -> (b, t, e). Parameters are named with a prefix."""
+class Mlp:
+    """x (b, t, e) -> (b, t, e)."""
 
-    gate: Any
-    gate_bias: Any
-    up: Any
-    up_bias: Any
-    down: Any
-    down_bias: Any
-
-    def __init__(self, on: Placement, prefix: str):
-        self.on = on
-        for name in ("gate", "gate_bias", "up", "up_bias", "down", "down_bias"):
-            setattr(self, name, described(on, f"{prefix}{name}"))
+    on: Placement
+    gate: Weight | None
+    gate_bias: Weight | None
+    up: Weight
+    up_bias: Weight | None
+    down: Weight
+    down_bias: Weight | None
 
     def __call__(self, x):
         on = self.on

@@ -1,4 +1,4 @@
-"""The mixture of experts: the equations of `models.moe`, as a flax NNX module. How tokens reach their experts: `experts`.
+"""The mixture of experts: the equations of `models.moe`. How tokens reach their experts: `experts`.
 
 Every position of every row takes part, in the room of the experts and in what the router reports too: those whose label is
 ignored and those of empty rows are tokens like any other.
@@ -8,38 +8,31 @@ Shapes: b batch, t sequence, e embed, k experts_per_token, n experts.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from scaling_lab.backends.jax.experts import experts
 from scaling_lab.backends.jax.mlp import Mlp
-from scaling_lab.backends.jax.products import described, product
+from scaling_lab.backends.jax.products import Weight, product
 from scaling_lab.backends.jax.sharding import Placement
 from scaling_lab.models.model import Moe as Sizes
-from scaling_lab.plan.experiment import Experiment
 
 CHOICES = ("batch", "sequence", None)
 WHOLE = ("batch", None, None)
 
 
-class Moe(nnx.Module):
+class Moe:
     """x (b, t, e) -> (b, t, e), and what the router reports of each row (b,)."""
 
-    router: Any
-    gate: Any
-    up: Any
-    down: Any
-
-    def __init__(self, experiment: Experiment, on: Placement, prefix: str):
-        assert experiment.model.moe is not None
-        self.on, self.moe = on, experiment.model.moe
-        for name in Moe.__annotations__:
-            setattr(self, name, described(on, f"{prefix}{name}"))
-        self.shared = Mlp(on, f"{prefix}shared_") if self.moe.shared_experts else None
+    on: Placement
+    moe: Sizes
+    router: Weight
+    gate: Weight | None
+    up: Weight
+    down: Weight
+    shared: Mlp | None
 
     def __call__(self, x):
         on, moe = self.on, self.moe

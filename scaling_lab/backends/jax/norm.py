@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from scaling_lab.backends.jax.products import described, plus, use
+from scaling_lab.backends.jax.products import Weight, plus, use
 from scaling_lab.backends.jax.sharding import Placement
-from scaling_lab.plan.experiment import Experiment
 
 
-class Norm(nnx.Module):
-    """x (b, t, e) -> (b, t, e): RMSNorm, or LayerNorm where the model says so."""
+class Norm:
+    """x (b, t, e) -> (b, t, e): RMSNorm, or LayerNorm where it has a bias."""
 
-    def __init__(self, experiment: Experiment, on: Placement, name: str):
-        self.on, self.eps = on, experiment.model.norm_eps
-        self.scale, self.bias = described(on, f"{name}.scale"), described(on, f"{name}.bias")
+    on: Placement
+    eps: float
+    scale: Weight
+    bias: Weight | None
 
     def __call__(self, x):
         wide = x.astype(jnp.float32)
@@ -25,7 +24,7 @@ class Norm(nnx.Module):
         return plus(self.on, _unit(wide, self.eps).astype(x.dtype) * use(self.on, self.scale), self.bias)
 
 
-def rms_norm(on: Placement, x: jax.Array, scale: nnx.Param, eps: float) -> jax.Array:
+def rms_norm(on: Placement, x: jax.Array, scale: Weight, eps: float) -> jax.Array:
     """RMSNorm over the last dim."""
     return _unit(x.astype(jnp.float32), eps).astype(x.dtype) * use(on, scale)
 

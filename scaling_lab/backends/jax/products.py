@@ -1,8 +1,8 @@
-"""What the model does with a weight: describe it, use it, multiply by it, look it up. Owns casts and gathers, in both passes.
+"""What the model does with a weight: use it, multiply by it, look it up. Owns casts and gathers, in both passes.
 
 The backward pass starts from the *stored* weight and gathers it again, so that no gathered weight is kept between the passes
 (as FSDP does), and lays each gradient out where the plan wants it, so that partial sums are reduce-scattered. Must not
-know the model's equations.
+know the model's equations, nor which module library holds the weights.
 
 Precision: products take and give the compute dtype, but for a router's, which are in float32 throughout. A weight's gradient is
 summed over tokens and devices in the wider of the reduce and compute dtypes, which the product must accumulate in to begin with,
@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from scaling_lab.backends.jax.sharding import Placement
 from scaling_lab.plan.experiment import Precision
@@ -27,6 +26,18 @@ from scaling_lab.plan.layout import Layout
 def gradient_dtype(precision: Precision) -> jnp.dtype:
     """The dtype that gradients are accumulated and clipped in: the wider of the reduce and parameter dtypes."""
     return jnp.promote_types(precision.reduce, precision.params)
+
+
+class Weight(Protocol):
+    """A parameter by its name in `models.decoder`, stacked or of one layer, as a module library holds it."""
+
+    @property
+    def name(self) -> str:
+        """As in the plan."""
+
+    @property
+    def array(self) -> jax.Array:
+        """The stored weight."""
 
 
 @dataclass(frozen=True)
@@ -80,38 +91,30 @@ class Use:
         return jax.lax.psum(gradient, axes)
 
 
-def described(placement: Placement, name: str) -> Any:
-    """A parameter without a value yet, or None where the model has none of that name."""
-    if name not in placement.described:
-        return None
-    shape = placement.described[name].shape
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(placement.precision.params)), parameter=name)
-
-
-def use(placement: Placement, weight: nnx.Param) -> jax.Array:
+def use(placement: Placement, weight: Weight) -> jax.Array:
     """A weight in the compute dtype and layout, for elementwise use."""
-    return _use(how_used(placement, weight), weight[...])
+    return _use(how_used(placement, weight), weight.array)
 
 
-def product(placement: Placement, equation: str, x: jax.Array, weight: nnx.Param, *, exact: bool = False) -> jax.Array:
+def product(placement: Placement, equation: str, x: jax.Array, weight: Weight, *, exact: bool = False) -> jax.Array:
     """`einsum(equation, x, weight)` of an activation and a weight, in the compute dtype, or `exact`: in float32."""
     how = how_used(placement, weight, exact=exact)
-    return _product(equation, how, x.astype(how.dtype), weight[...])
+    return _product(equation, how, x.astype(how.dtype), weight.array)
 
 
-def plus(placement: Placement, x: jax.Array, bias: nnx.Param | None) -> jax.Array:
+def plus(placement: Placement, x: jax.Array, bias: Weight | None) -> jax.Array:
     """An activation with a bias added, where there is one."""
     return x if bias is None else x + use(placement, bias)
 
 
-def lookup(placement: Placement, table: nnx.Param, indices: jax.Array) -> jax.Array:
+def lookup(placement: Placement, table: Weight, indices: jax.Array) -> jax.Array:
     """Rows of a table (dim 0), in the compute dtype. Its gradient is summed in the reduce dtype."""
-    return _lookup(how_used(placement, table), table[...], indices)
+    return _lookup(how_used(placement, table), table.array, indices)
 
 
-def how_used(placement: Placement, weight: nnx.Param, *, exact: bool = False) -> Use:
+def how_used(placement: Placement, weight: Weight, *, exact: bool = False) -> Use:
     """How a parameter of the model is used."""
-    return Use(placement, weight.get_metadata("parameter"), exact)
+    return Use(placement, weight.name, exact)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

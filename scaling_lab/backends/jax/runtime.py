@@ -6,13 +6,11 @@ Owns process-wide JAX state (platform, number of simulated devices, the process 
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
-import flax
 import jax
-import jaxlib
 import numpy as np
-import optax
 from jax.sharding import AxisType, Mesh
 
 from scaling_lab.backends.contract import Job
@@ -37,6 +35,10 @@ def mesh_of(plan: Plan, devices: list[jax.Device]) -> Mesh:
     return Mesh(np.array(devices, dtype=object).reshape(shape), plan.mesh.names, axis_types=(AxisType.Auto,) * len(shape))
 
 
+#: Libraries whose versions are told, those of them that a process has loaded.
+LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "optax")
+
+
 def leave(job: Job) -> None:
     """Leave the process group, if there is one."""
     if job.plan.processes > 1:
@@ -46,7 +48,7 @@ def leave(job: Job) -> None:
 def device_facts(mesh: Mesh) -> dict[str, Any]:
     """What this process runs on, with the versions of the libraries used."""
     local = mesh.local_devices
-    versions = {module.__name__: module.__version__ for module in (jax, jaxlib, flax, optax)}
+    versions = {name: sys.modules[name].__version__ for name in LIBRARIES if name in sys.modules}
     return {"platform": local[0].platform, "kind": local[0].device_kind, "count": len(local), "versions": versions}
 
 

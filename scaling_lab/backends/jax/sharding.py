@@ -5,6 +5,7 @@ Owns placing and gathering arrays. Reads mesh axes and rows from the plan only; 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from scaling_lab.backends.initial import initial_values
+from scaling_lab.backends.jax.stacks import drawn
 from scaling_lab.errors import WorkerError
 from scaling_lab.models.parameters import Parameter
 from scaling_lab.plan.experiment import Precision
@@ -28,11 +29,15 @@ Arrays = dict[str, jax.Array]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The plan's layouts on real devices. Hashed by identity, so that compiled programs may close over it."""
+    """The plan's layouts on real devices. Hashed by identity, so that compiled programs may close over it.
+
+    rows_over: mesh axes over which the rows of activations lie beside those of the table, outside a pipeline's stages
+    """
 
     mesh: Mesh
     plan: Plan
     precision: Precision
+    rows_over: tuple[str, ...] = ()
 
     def named(self, layout: Layout) -> NamedSharding:
         """The sharding of a layout on this mesh."""
@@ -55,13 +60,24 @@ class Placement:
 
     def activation(self, axes: tuple[str | None, ...]) -> Layout:
         """The layout of an activation with these logical axes; a row that is missing is an error."""
-        return self.plan.rules.activation_layout(axes).real(self.plan.mesh)
+        dims = self.plan.rules.activation_layout(axes).real(self.plan.mesh).dims
+        named = zip(axes, dims, strict=True)
+        return Layout(tuple((*self.rows_over, *dim) if axis == "batch" else dim for axis, dim in named))
+
+    @functools.cached_property
+    def outside(self) -> Placement:
+        """The placement of what is computed outside a pipeline's stages: each takes a share of the rows, where they divide."""
+        return dataclasses.replace(self, rows_over=self.plan.pipeline.axes) if self.plan.pipeline.spread else self
+
+    def laid_out(self, x: jax.Array, layout: Layout) -> jax.Array:
+        """An array, laid out."""
+        return jax.lax.with_sharding_constraint(x, self.named(layout))
 
     def constrain(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         """An activation, laid out as the table says for its logical axes."""
         layout = self.activation(axes)
         assert len(layout.dims) == x.ndim, (axes, x.shape)
-        return jax.lax.with_sharding_constraint(x, self.named(layout))
+        return self.laid_out(x, layout)
 
     def constrain_weight(self, x: jax.Array, name: str, column: str) -> jax.Array:
         """A tensor shaped as a parameter, or as one layer of it, laid out as a column (or `compute`) says."""
@@ -69,7 +85,7 @@ class Placement:
         if x.ndim == len(layout.dims) - 1:
             layout = self.layer_layout(name, column)
         assert len(layout.dims) == x.ndim, (name, x.shape)
-        return jax.lax.with_sharding_constraint(x, self.named(layout))
+        return self.laid_out(x, layout)
 
     def layer_layout(self, name: str, column: str) -> Layout:
         """The layout of one layer of a stacked parameter, as a column (or `compute`) says."""
@@ -103,7 +119,7 @@ def place_initial(placement: Placement, seed: int) -> Arrays:
     """Initial weights; a process draws only the parts that its devices hold, each once."""
     dtype = jax.numpy.dtype(placement.precision.params)
     return {
-        p.parameter.name: place(p.parameter.shape, placement.named(p.weights), dtype, _drawn(p.parameter, seed))
+        p.parameter.name: place(p.parameter.shape, placement.named(p.weights), dtype, drawn(placement.plan, p.parameter, seed))
         for p in placement.plan.parameters
     }
 
@@ -133,10 +149,6 @@ def place(
         return made[bounds]
 
     return jax.make_array_from_callback(shape, sharding, local, dtype=dtype)
-
-
-def _drawn(parameter: Parameter, seed: int) -> Callable[[tuple[slice, ...]], np.ndarray]:
-    return lambda part: initial_values(parameter, seed, part)
 
 
 def place_batch(placement: Placement, rows: tuple[int, ...], local: np.ndarray) -> jax.Array:

@@ -20,6 +20,7 @@ from scaling_lab.backends.jax import optimizer, runtime, sharding
 from scaling_lab.backends.jax.loss import router_loss, router_metrics
 from scaling_lab.backends.jax.products import gradient_dtype
 from scaling_lab.backends.jax.sharding import Arrays, Placement
+from scaling_lab.backends.jax.stacks import in_order
 from scaling_lab.backends.jax.transformer import forward
 from scaling_lab.errors import WorkerError
 from scaling_lab.plan.experiment import Experiment
@@ -219,7 +220,7 @@ class JaxSession:
         """Loss, norm and the whole gradient by parameter, without a step."""
         self.prepare(batch)
         metrics, gradients = self._gradients(self._made(), self._placed(batch))
-        return Dispatched(metrics, gradients).result(), {name: sharding.gather(g) for name, g in gradients.items()}
+        return Dispatched(metrics, gradients).result(), self._whole(gradients)
 
     def _measured_gradients(self) -> Callable[..., tuple[dict[str, jax.Array], Arrays]]:
         """One program, norm included: simulated devices share a few threads, and two programs that wait for each other's
@@ -234,7 +235,11 @@ class JaxSession:
 
     def weights(self) -> Mapping[str, np.ndarray]:
         """Every parameter, whole."""
-        return {name: sharding.gather(array) for name, array in self._made().items()}
+        return self._whole(self._made())
+
+    def _whole(self, arrays: Arrays) -> dict[str, np.ndarray]:
+        plan, described = self._job.plan, self._on.described
+        return {name: in_order(plan, described[name], sharding.gather(array)) for name, array in arrays.items()}
 
     def replica_digests(self) -> dict[str, str]:
         """Of every local part of every parameter."""

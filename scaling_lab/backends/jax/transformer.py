@@ -1,29 +1,31 @@
-"""The decoder as flax NNX modules: equations only. Where things lie is asked of `Placement`; values are made elsewhere.
+"""The decoder: equations only. Where things lie is asked of `Placement`; values are made elsewhere.
 
-Modules hold `nnx.Param`s that carry the names of `models.decoder`, described (shape and dtype) before any exists.
+A class here is what one module computes with the weights that it lists; those a model may lack are None. How modules hold
+them, under the names of `models.decoder`, is said twice over, in `flax_modules` and `equinox_modules`.
 Parameters of a stack are stacked over its layers in dim 0; the same modules compute one layer from one slice of them.
 Shapes: b batch, t sequence, e embed, h heads or kv_heads, d head_dim, v vocab.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from scaling_lab.backends.jax import context
+from scaling_lab.backends.jax import context, pipeline
 from scaling_lab.backends.jax.chunks import Chunked, chunked_cross_entropy_sum
 from scaling_lab.backends.jax.latent import LatentAttention
 from scaling_lab.backends.jax.loss import cross_entropy_sum
 from scaling_lab.backends.jax.mlp import Mlp
 from scaling_lab.backends.jax.moe import Moe
 from scaling_lab.backends.jax.norm import Norm, rms_norm
-from scaling_lab.backends.jax.products import described, how_used, lookup, plus, product
+from scaling_lab.backends.jax.products import Weight, how_used, lookup, plus, product
 from scaling_lab.backends.jax.remat import rematerialise
 from scaling_lab.backends.jax.rotary import rotary, rotary_tables
 from scaling_lab.backends.jax.runtime import mesh_of
@@ -39,42 +41,51 @@ KEY_VALUE = ("batch", "sequence", "kv_heads", "head_dim")
 LOGITS = ("batch", "sequence", "vocab")
 
 
-class Decoder(nnx.Module):
+class Decoder:
     """tokens (b, t) -> logits (b, t, v), or with labels (b, t) the sum of their cross-entropies, and what routers report.
 
     The latter by name, of each row (b,), summed over layers; nothing without experts.
     documents, positions (b, t): of packed rows, see `contract.Batch`.
     """
 
-    def __init__(self, experiment: Experiment, on: Placement):
-        self.experiment, self.on = experiment, on
-        self.embed = Embedding(on)
-        for stack in stacks(experiment.model):
-            setattr(self, stack, Layer(experiment, on, stack))
-        self.final_norm = Norm(experiment, on, "final_norm")
-        self.head = Head(on)
+    experiment: Experiment
+    on: Placement
+    embed: Embedding
+    dense_layers: Layer | None
+    layers: Layer
+    final_norm: Norm
+    head: Head
 
     def __call__(self, tokens, labels=None, documents=None, positions=None):
         positions = self.on.positions if positions is None else positions
-        x = self.on.constrain(self.embed(tokens, positions), RESIDUAL)  # (b, t, e)
+        x = self.begin(tokens, positions)
         x, reported = self._through_layers(x, documents, positions)
         return self.finish(x, labels), reported
 
+    def begin(self, tokens, positions):
+        """What precedes the layers."""
+        shared = positions if positions.ndim == 1 else pipeline.shared_out(self.on, positions)
+        x = self.embed(pipeline.shared_out(self.on, tokens), shared)
+        return self.on.constrain(pipeline.gathered(self.on, self.on.outside.constrain(x, RESIDUAL)), RESIDUAL)  # (b, t, e)
+
     def finish(self, x, labels):
         """What follows the layers."""
-        x = self.on.constrain(self.final_norm(x), INPUT)
+        on = self.on.outside
+        x = on.constrain(pipeline.shared_out(self.on, x), RESIDUAL)
+        labels = None if labels is None else pipeline.shared_out(self.on, labels)
+        x = on.constrain(self.final_norm(x), INPUT)
         if labels is None:
-            return self.logits(x)
+            return pipeline.gathered(self.on, self.logits(x))
         chunks = self.experiment.workload.loss_chunks
         if chunks == 1:
             return self.loss(x, labels)
         equation, weight = self.head.weighed(self._table)
-        head = Chunked(how_used(self.on, weight), equation, self.experiment.model.vocab, chunks)
-        return chunked_cross_entropy_sum(head, x.astype(head.use.dtype), weight[...], labels)
+        head = Chunked(how_used(on, weight), equation, self.experiment.model.vocab, chunks)
+        return chunked_cross_entropy_sum(head, x.astype(head.use.dtype), weight.array, labels)
 
     def logits(self, x):
         """x (b, t, e) -> (b, t, v)."""
-        return self.on.constrain(self.head(x, self._table), LOGITS)
+        return self.on.outside.constrain(self.head(x, self._table), LOGITS)
 
     @property
     def _table(self):
@@ -89,19 +100,23 @@ class Decoder(nnx.Module):
         reported: dict[str, jax.Array] = {}
         tables = rotary_tables(experiment.model, positions) if experiment.model.positions == "rope" else None
         scanned = bool(experiment.backend.scan_layers)
-        layer = rematerialise(lambda layer, x: layer(x, tables, documents), experiment.workload.remat, scanned=scanned)
+        layer = rematerialise(lambda layer, x, *rows: layer(x, *rows), experiment.workload.remat, scanned=scanned)
+        if self.on.plan.pipeline.stages > 1:
+            chunk = partial(_chunk, layer, tables, scanned=scanned)
+            return pipeline.through(self.on, chunk, self.layers, x, None if documents is None else (tables, documents))
+        layer = partial(_with_rows, layer, (tables, documents))
         for stack, numbers in stacks(experiment.model).items():
             x, found = _through(layer, x, getattr(self, stack), len(numbers), scanned=scanned)
             reported |= {name: rows.sum(axis=0) for name, rows in found.items()}  # (layers, b) -> (b,)
         return x, reported
 
 
-class Embedding(nnx.Module):
+class Embedding:
     """tokens (b, t) -> (b, t, e)."""
 
-    def __init__(self, on: Placement):
-        self.on = on
-        self.tokens, self.positions = described(on, "embed.tokens"), described(on, "embed.positions")
+    on: Placement
+    tokens: Weight
+    positions: Weight | None
 
     def __call__(self, tokens, positions):
         x = lookup(self.on, self.tokens, tokens)
@@ -110,16 +125,14 @@ class Embedding(nnx.Module):
         return x + lookup(self.on, self.positions, positions)
 
 
-class Layer(nnx.Module):
+class Layer:
     """x (b, t, e) -> x (b, t, e), and what a router reports."""
 
-    def __init__(self, experiment: Experiment, on: Placement, stack: str):
-        self.on, model = on, experiment.model
-        self.attention_norm = Norm(experiment, on, f"{stack}.attention_norm")
-        self.attention = (LatentAttention if model.latent else Attention)(experiment, on, f"{stack}.attention.")
-        self.mlp_norm = Norm(experiment, on, f"{stack}.mlp_norm")
-        mixture = model.moe is not None and stack == "layers"
-        self.mlp = Moe(experiment, on, f"{stack}.moe.") if mixture else Mlp(on, f"{stack}.mlp.")
+    on: Placement
+    attention_norm: Norm
+    attention: Attention | LatentAttention
+    mlp_norm: Norm
+    mlp: Mlp | Moe
 
     def __call__(self, x, tables, documents):
         y = self.on.constrain(self.attention_norm(x), INPUT)
@@ -129,24 +142,22 @@ class Layer(nnx.Module):
         return x + self.on.constrain(y, RESIDUAL), reported
 
 
-class Attention(nnx.Module):
+class Attention:
     """x (b, t, e) -> (b, t, e): query head h attends with key and value head h // (heads / kv_heads)."""
 
-    query: Any
-    query_bias: Any
-    query_norm: Any
-    key: Any
-    key_bias: Any
+    on: Placement
+    form: str
+    eps: float
+    query: Weight
+    query_bias: Weight | None
+    query_norm: Weight | None
+    key: Weight
+    key_bias: Weight | None
     key_norm: Any
-    value: Any
-    value_bias: Any
-    output: Any
-    output_bias: Any
-
-    def __init__(self, experiment: Experiment, on: Placement, prefix: str):
-        self.on, self.form, self.eps = on, experiment.backend.attention, experiment.model.norm_eps
-        for name in Attention.__annotations__:
-            setattr(self, name, described(on, f"{prefix}{name}"))
+    value: Weight
+    value_bias: Weight | None
+    output: Weight
+    output_bias: Weight | None
 
     def __call__(self, x, tables, documents):
         on = self.on
@@ -163,12 +174,11 @@ class Attention(nnx.Module):
         return plus(on, product(on, "bthd,hde->bte", mixed, self.output), self.output_bias)
 
 
-class Head(nnx.Module):
+class Head:
     """x (b, t, e) -> logits (b, t, v), with its own weight or the embedding's table."""
 
-    def __init__(self, on: Placement):
-        self.on = on
-        self.weight = described(on, "head.weight")
+    on: Placement
+    weight: Weight | None
 
     def __call__(self, x, table):
         equation, weight = self.weighed(table)
@@ -179,7 +189,24 @@ class Head(nnx.Module):
         return ("bte,ve->btv", table) if self.weight is None else ("bte,ev->btv", self.weight)
 
 
-def _through(layer: Callable[..., Any], x: Any, stack: Layer, count: int, *, scanned: bool) -> tuple[Any, dict[str, jax.Array]]:
+def _with_rows(layer: Callable[..., Any], rows: tuple[Any, ...], one: Layer, x: Any) -> Any:
+    return layer(one, x, *rows)
+
+
+def _chunk(layer: Callable[..., Any], tables: Any, stack: Layer, real: Any, x: Any, rows: Any, *, scanned: bool) -> Any:
+    """x after those layers of a pipeline's chunk that are no padding, and their reports, summed. rows: of packed ones, see `Decoder`."""
+    rows = (tables, None) if rows is None else rows
+
+    def masked(one, x):
+        one, is_layer = one
+        y, report = layer(one, x, *rows)
+        return jnp.where(is_layer, y, x), {name: jnp.where(is_layer, of_rows, 0) for name, of_rows in report.items()}
+
+    x, found = _through(masked, x, (stack, real), len(real), scanned=scanned)
+    return x, {name: of_rows.sum(axis=0) for name, of_rows in found.items()}
+
+
+def _through(layer: Callable[..., Any], x: Any, stack: Any, count: int, *, scanned: bool) -> tuple[Any, dict[str, jax.Array]]:
     """x after every layer of a stack, and their reports (layers, b)."""
     if scanned:
         return jax.lax.scan(lambda x, one: layer(one, x), x, stack)
@@ -190,7 +217,7 @@ def _through(layer: Callable[..., Any], x: Any, stack: Layer, count: int, *, sca
     return x, jax.tree.map(lambda *rows: jnp.stack(rows), *reports)
 
 
-def _unstacked(layers: Layer, count: int) -> list[Layer]:
+def _unstacked(layers: Any, count: int) -> list[Any]:
     """One module per layer. By `lax.split`: its gradient is one concatenation, that of indexing a sum of padded copies."""
     leaves, structure = jax.tree.flatten(layers)
     slices = zip(*(jax.lax.split(leaf, (1,) * count, axis=0) for leaf in leaves), strict=True)
@@ -199,13 +226,12 @@ def _unstacked(layers: Layer, count: int) -> list[Layer]:
 
 def forward(experiment: Experiment, on: Placement) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
     """A pure function (weights by name, arrays of a batch by name (b, t)) -> what `Decoder` gives."""
-    graph, state = nnx.split(Decoder(experiment, on))
-    variables = {variable.get_metadata("parameter"): (path, variable) for path, variable in nnx.to_flat_state(state)}
-    assert variables.keys() == on.described.keys(), sorted(variables.keys() ^ on.described.keys())
+    # Imported here: it takes a while, and nobody needs both.
+    modules = importlib.import_module(f"scaling_lab.backends.jax.{experiment.backend.module}_modules")
+    filled = modules.filled(modules.Decoder(experiment, on), on.described)
 
     def apply(weights: Arrays, **batch: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        filled = [(path, variable.replace(weights[name])) for name, (path, variable) in variables.items()]
-        return nnx.merge(graph, nnx.from_flat_state(filled))(**batch)
+        return filled(weights)(**batch)
 
     return apply
 
