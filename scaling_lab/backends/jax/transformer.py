@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaling_lab.backends.jax import by_turns, context, pipeline
+from scaling_lab.backends.jax.chunks import Chunked, chunked_cross_entropy_sum
 from scaling_lab.backends.jax.latent import LatentAttention
 from scaling_lab.backends.jax.loss import cross_entropy_sum
 from scaling_lab.backends.jax.mlp import Mlp
 from scaling_lab.backends.jax.moe import Moe
 from scaling_lab.backends.jax.norm import Norm, rms_norm
-from scaling_lab.backends.jax.products import Weight, lookup, plus, product
+from scaling_lab.backends.jax.products import Weight, how_used, lookup, plus, product
 from scaling_lab.backends.jax.remat import rematerialise
 from scaling_lab.backends.jax.rotary import rotary, rotary_tables
 from scaling_lab.backends.jax.runtime import mesh_of
@@ -186,31 +187,35 @@ class Head:
     weight: Weight | None
 
     def __call__(self, x, table):
-        if self.weight is None:
-            return product(self.on, "bte,ve->btv", x, table)
-        return product(self.on, "bte,ev->btv", x, self.weight)
+        equation, weight = self.weighed(table)
+        return product(self.on, equation, x, weight)
+
+    def weighed(self, table):
+        """The product's equation and its weight."""
+        return ("bte,ve->btv", table) if self.weight is None else ("bte,ev->btv", self.weight)
+
+
+def _normed(on: Placement, ending: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    """x (b, t, e) after the layers, as the head takes it."""
+    final_norm, _, _ = ending
+    return on.constrain(final_norm(on.constrain(x, RESIDUAL)), INPUT)
 
 
 def _logits(on: Placement, ending: tuple[Any, ...], x: jax.Array) -> jax.Array:
     """x (b, t, e) after the layers -> (b, t, v)."""
-    final_norm, head, table = ending
-    x = on.constrain(final_norm(on.constrain(x, RESIDUAL)), INPUT)
-    return on.constrain(head(x, table), LOGITS)
+    _, head, table = ending
+    return on.constrain(head(_normed(on, ending, x), table), LOGITS)
 
 
 def _loss(experiment: Experiment, on: Placement, ending: tuple[Any, ...], x: jax.Array, labels: jax.Array) -> jax.Array:
-    """The sum of cross-entropies. In chunks, each in a checkpoint, so that its logits are made again in the backward pass."""
+    """x (b, t, e) after the layers -> the sum of cross-entropies."""
     chunks, vocab = experiment.workload.loss_chunks, experiment.model.vocab
     if chunks == 1:
         return cross_entropy_sum(_logits(on, ending, x), labels, vocab)
-    # Every chunks-th token makes a chunk, so that a chunk of a split sequence has tokens of each of its parts.
-    parts = [jnp.moveaxis(one.reshape(one.shape[0], -1, chunks, *one.shape[2:]), 2, 0) for one in (x, labels)]
-
-    def add(total: jax.Array, part: list[jax.Array]) -> tuple[jax.Array, None]:
-        x, labels = part
-        return total + cross_entropy_sum(_logits(on, ending, x), labels, vocab), None
-
-    return jax.lax.scan(jax.checkpoint(add, prevent_cse=False), jnp.zeros((), jnp.float32), parts)[0]
+    _, head, table = ending
+    equation, weight = head.weighed(table)
+    chunked = Chunked(how_used(on, weight), equation, vocab, chunks)
+    return chunked_cross_entropy_sum(chunked, _normed(on, ending, x).astype(chunked.use.dtype), weight.array, labels)
 
 
 def _with_rows(layer: Callable[..., Any], rows: tuple[Any, ...], one: Layer, x: Any) -> Any:
