@@ -1,8 +1,20 @@
 """Context parallelism: every strategy, split and number of parts gives the numbers of one device, in both backends."""
 
+import math
+import re
+
+import jax
+import jax.numpy as jnp
 import pytest
 from cases import differences, ragged_batches
+from experiments import FOUND
 from test_parity import config, reference, run_jax
+
+from scaling_lab.backends.jax import blocks, context
+from scaling_lab.backends.jax.runtime import mesh_of
+from scaling_lab.backends.jax.sharding import Placement
+from scaling_lab.config import experiment_from
+from scaling_lab.plan.plan import make_plan
 
 FOUR = {"mesh.context": 4, "mesh.fsdp": 2}
 #: strategy, zigzag, mesh. One part in two, and in four: with more than two parts a ring visits more than one other device.
@@ -70,3 +82,23 @@ def test_torch_with_tensor_and_context_equals_one_device_in_jax(name, torch_pool
 
 def kv_heads(changes):
     return {key: value for key, value in changes.items() if key == "model.kv_heads"}
+
+
+@pytest.mark.xdist_group("jax_llama")
+@pytest.mark.parametrize("zigzag", [True, False])
+def test_a_ring_keeps_no_scores_of_a_whole_part_in_jax(zigzag):
+    """4,096 tokens over 2 devices, so parts of 2,048: the compiled gradient has scores of at most 128 queries at once."""
+    keys = {"workload.sequence": 4096, "workload.global_batch": 4, "workload.context.zigzag": zigzag}
+    experiment = experiment_from(case("llama", "ring of two", "jax", **keys))
+    plan = make_plan(experiment, FOUND)
+    on = Placement(mesh_of(plan, jax.devices()), plan, experiment.workload.precision)
+
+    def total(query, key, value):
+        return context.attend(query, key, value, form="fused", on=on).sum()
+
+    shaped = [jax.ShapeDtypeStruct((4, 4096, heads, 8), jnp.float32) for heads in (4, 2, 2)]
+    text = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*shaped).compile().as_text()
+    sizes = [[int(size) for size in shape.split(",")] for shape in re.findall(r"f32\[([\d,]+)\]", text)]
+    assert any(size[-2:] == [blocks.ROWS, 1024 if zigzag else 2048] for size in sizes), "no scores found"
+    # one row a device, 4 heads: 128 queries x 2,048 keys at most, where a part has 2,048 queries
+    assert max(math.prod(size) for size in sizes) <= 4 * 128 * 2048

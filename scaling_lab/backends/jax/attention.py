@@ -8,16 +8,12 @@ value_dim], value_dim often head_dim; heads = kv_heads x group, query head h rea
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from scaling_lab.backends.jax import blocks
 from scaling_lab.backends.jax.remat import ATTENTION_NORMALISER, ATTENTION_OUTPUT
-
-#: Causal query blocks on CPU: n blocks compute (n + 1) / 2n of the scores; more of them are more, smaller products.
-MAX_BLOCKS, MIN_BLOCK = 4, 128
 
 
 def attend(
@@ -63,62 +59,40 @@ def blocked(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.A
     return _forward(query, key, value, documents)[0]
 
 
-def _blocks(sequence: int) -> list[slice]:
-    size = max(MIN_BLOCK, -(-sequence // MAX_BLOCKS))
-    return [slice(start, min(start + size, sequence)) for start in range(0, sequence, size)]
-
-
 def _heads_first(x: jax.Array, kv_heads: int) -> jax.Array:
     """(batch, sequence, heads, head_dim) -> (batch, kv_heads, group, sequence, head_dim)."""
     batch, sequence, _, head_dim = x.shape
     return x.reshape(batch, sequence, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
 
 
-def _scores(query, key, documents, block: slice):
-    """Scaled scores of a block of queries against all keys up to its end, -inf where the key is later or of another document."""
-    scores = jnp.einsum("bkgtd,bksd->bkgts", query[:, :, :, block], key[:, :, : block.stop], preferred_element_type=jnp.float32)
-    later = jnp.arange(block.stop)[None, :] > jnp.arange(block.start, block.stop)[:, None]
-    if documents is not None:
-        later = later | ~same_document(documents[:, block], documents[:, : block.stop])[:, None, None]
-    return jnp.where(later, -jnp.inf, scores * query.shape[-1] ** -0.5)
+def _heads_back(x: jax.Array) -> jax.Array:
+    """(batch, kv_heads, group, sequence, head_dim) -> (batch, sequence, heads, head_dim)."""
+    batch, _, _, sequence, head_dim = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(batch, sequence, -1, head_dim)
+
+
+def _arranged(query, key, value, documents):
+    """As `blocks` wants them."""
+    numbers = None if documents is None else documents[..., None]
+    own = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), numbers
+    return _heads_first(query, key.shape[2]), own
 
 
 def _forward(query, key, value, documents):
-    kv_heads = key.shape[2]
-    q, k, v = _heads_first(query, kv_heads), key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    outputs, normalisers = [], []
-    for block in _blocks(query.shape[1]):
-        scores = _scores(q, k, documents, block)
-        normaliser = jax.nn.logsumexp(scores, axis=-1)
-        weights = jnp.exp(scores - normaliser[..., None]).astype(query.dtype)
-        outputs.append(jnp.einsum("bkgts,bksd->bkgtd", weights, v[:, :, : block.stop]))
-        normalisers.append(normaliser)
-    output = jnp.concatenate(outputs, axis=3).transpose(0, 3, 1, 2, 4).reshape(*query.shape[:3], -1)
-    output = checkpoint_name(output, ATTENTION_OUTPUT)
-    normaliser = checkpoint_name(jnp.concatenate(normalisers, axis=3), ATTENTION_NORMALISER)
-    return output, (query, key, value, documents, output, normaliser)
+    q, own = _arranged(query, key, value, documents)
+    output, normaliser = blocks.attended_causally((q, own[2]), own)
+    output = checkpoint_name(_heads_back(output).astype(query.dtype), ATTENTION_OUTPUT)
+    return output, (query, key, value, documents, output, checkpoint_name(normaliser, ATTENTION_NORMALISER))
 
 
 def _backward(saved, gradient):
-    """Dao 2022 (arXiv 2205.14135), appendix B.2: dscores = weights * (doutput value' - rowsum(doutput * output))."""
     query, key, value, documents, output, normaliser = saved
-    kv_heads = key.shape[2]
-    q, k, v = _heads_first(query, kv_heads), key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    d_out, out = _heads_first(gradient, kv_heads), _heads_first(output, kv_heads)
-    shared = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)  # (batch, kv_heads, group, sequence)
-    d_query = []
-    d_key, d_value = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for block in _blocks(query.shape[1]):
-        keys = slice(0, block.stop)
-        weights = jnp.exp(_scores(q, k, documents, block) - normaliser[:, :, :, block, None])
-        d_weights = jnp.einsum("bkgtd,bksd->bkgts", d_out[:, :, :, block], v[:, :, keys], preferred_element_type=jnp.float32)
-        d_scores = (weights * (d_weights - shared[:, :, :, block, None]) * q.shape[-1] ** -0.5).astype(query.dtype)
-        d_query.append(jnp.einsum("bkgts,bksd->bkgtd", d_scores, k[:, :, keys]))
-        sums = partial(jnp.einsum, "bkgts,bkgtd->bksd", preferred_element_type=jnp.float32)
-        d_key = d_key.at[:, :, keys].add(sums(d_scores, q[:, :, :, block]))
-        d_value = d_value.at[:, :, keys].add(sums(weights.astype(query.dtype), d_out[:, :, :, block]))
-    d_q = jnp.concatenate(d_query, axis=3).transpose(0, 3, 1, 2, 4).reshape(query.shape)
-    return d_q, d_key.transpose(0, 2, 1, 3).astype(key.dtype), d_value.transpose(0, 2, 1, 3).astype(value.dtype), None
+    q, own = _arranged(query, key, value, documents)
+    d_out, out = (_heads_first(x, key.shape[2]) for x in (gradient, output))
+    asking = q, d_out, normaliser, blocks.shared(d_out, out), own[2]
+    d_query, d_key, d_value = blocks.causal_gradients(asking, own)
+    d_key, d_value = d_key.transpose(0, 2, 1, 3).astype(key.dtype), d_value.transpose(0, 2, 1, 3).astype(value.dtype)
+    return _heads_back(d_query).astype(query.dtype), d_key, d_value, None
 
 
 blocked.defvjp(_forward, _backward)

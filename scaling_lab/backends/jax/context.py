@@ -1,8 +1,8 @@
 """Causal attention whose sequence is split over devices: context parallelism, in three strategies with one meaning.
 
-`gather` brings all keys and values to every device, `ring` passes them round, and both visit one device's part at a time with an online
-softmax, so that scores of a part at most exist at once; `all_to_all` exchanges parts of the sequence for parts of the heads. Owns
-this communication in both passes; must not know the model's equations. Where each token is stored: `plan.sequence`.
+`gather` brings all keys and values to every device, `ring` passes them round, and both visit one device's part at a time with an
+online softmax, see `blocks`; `all_to_all` exchanges parts of the sequence for parts of the heads. Owns this communication in both
+passes; must not know the model's equations. Where each token is stored: `plan.sequence`.
 Shapes as in `attention`; inside, of a device's own part: query b k g t d, key and value b k t d, statistics b k g t 1 (float32),
 documents b t 1: the sequence is always the last dim but one.
 """
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from scaling_lab.backends.jax import attention
+from scaling_lab.backends.jax import attention, blocks
 from scaling_lab.backends.jax.remat import ATTENTION_NORMALISER, ATTENTION_OUTPUT
 from scaling_lab.backends.jax.sharding import Placement
 from scaling_lab.plan.layout import Layout
@@ -99,7 +99,7 @@ def _around(how: How, query: jax.Array, key: jax.Array, value: jax.Array, docume
 
 def _forward(how, query, key, value, documents):
     asking, sent = (query, documents), (key, value, documents)
-    own = _block(asking, sent, causal=True)
+    own = blocks.attended_causally(asking, sent)
     if how.gather:
         every = how.gathered(sent)
 
@@ -131,23 +131,22 @@ def _extended(how: How, asking, found, source, visiting):
     """What was found so far, and what the queries find in a visiting part that `source` holds."""
     earlier = source < how.place
     if not how.zigzag:
-        return jax.lax.cond(earlier, lambda: _merged(found, _block(asking, visiting)), lambda: found)
+        return jax.lax.cond(earlier, lambda: blocks.merged(found, blocks.attended(asking, visiting)), lambda: found)
     # Chunks: mine are (i, 2n-1-i), the visitor's (j, 2n-1-j). My late queries see its early keys. Beside that, my early queries see
     # its early keys if j < i, else my late queries its late keys: two blocks without a causal mask, whoever visits.
     early, late = _halves(found)
     (asks_early, asks_late), (keys_early, keys_late) = _halves(asking), _halves(visiting)
-    late = _merged(late, _block(asks_late, keys_early))
-    block = _block(_either(earlier, asks_early, asks_late), _either(earlier, keys_early, keys_late))
-    changed = _merged(_either(earlier, early, late), block)
+    late = blocks.merged(late, blocks.attended(asks_late, keys_early))
+    block = blocks.attended(_either(earlier, asks_early, asks_late), _either(earlier, keys_early, keys_late))
+    changed = blocks.merged(_either(earlier, early, late), block)
     early, late = _either(earlier, changed, early), _either(earlier, late, changed)
     return jax.tree.map(_joined, early, late)
 
 
 def _halves(tree):
     """The first and the second half of the sequence of each array."""
-    half = partial(jax.tree.map, lambda x: x.shape[-2] // 2)
-    early = jax.tree.map(lambda x, n: x[..., :n, :], tree, half(tree))
-    return early, jax.tree.map(lambda x, n: x[..., n:, :], tree, half(tree))
+    half = tree[0].shape[-2] // 2
+    return blocks.cut(tree, slice(0, half)), blocks.cut(tree, slice(half, None))
 
 
 def _joined(early, late):
@@ -158,45 +157,10 @@ def _either(condition, yes, no):
     return jax.tree.map(partial(jnp.where, condition), yes, no)
 
 
-def _scores(query, key, of_query, of_key, *, causal: bool):
-    """Scaled scores, float32; -inf for later keys if causal (within one part, whose order is the text's), and for other documents."""
-    scores = jnp.einsum("bkgtd,bksd->bkgts", query, key, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
-    if causal:
-        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
-    if of_query is None:
-        return scores
-    return jnp.where((of_query == of_key.swapaxes(1, 2))[:, None, None], scores, -jnp.inf)
-
-
-def _weights(scores, normaliser):
-    """exp(scores - normaliser), 0 where a query sees none of the keys: both are -inf there."""
-    return jnp.exp(scores - jnp.where(normaliser == -jnp.inf, 0.0, normaliser))
-
-
-def _block(asking, visiting, *, causal: bool = False):
-    """Attention to these keys alone, float32, and its logsumexp."""
-    (query, of_query), (key, value, of_key) = asking, visiting
-    scores = _scores(query, key, of_query, of_key, causal=causal)
-    normaliser = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    weights = _weights(scores, normaliser).astype(query.dtype)
-    return jnp.einsum("bkgts,bksd->bkgtd", weights, value, preferred_element_type=jnp.float32), normaliser
-
-
-def _merged(one, other):
-    """Attention to two sets of keys as one softmax, from that to each (Milakov and Gimelshein 2018, arXiv 1805.02867).
-
-    A query has seen its own key before anything is merged: the sum's logarithm is finite.
-    """
-    (output, normaliser), (more, its) = one, other
-    both = jnp.logaddexp(normaliser, its)
-    return output * jnp.exp(normaliser - both) + more * jnp.exp(its - both), both
-
-
 def _backward(how, saved, gradient):
     query, key, value, documents, output, normaliser = saved
-    shared = (gradient.astype(jnp.float32) * output.astype(jnp.float32)).sum(axis=-1, keepdims=True)
-    asking, sent = (query, gradient, normaliser, shared, documents), (key, value, documents)
-    d_query, *own = _block_gradients(asking, sent, causal=True)
+    asking, sent = (query, gradient, normaliser, blocks.shared(gradient, output), documents), (key, value, documents)
+    d_query, *own = blocks.causal_gradients(asking, sent)
     if how.gather:
         d_query, came = _gathered_gradients(how, asking, d_query, sent)
     else:
@@ -241,10 +205,10 @@ def _extended_gradients(how: How, asking, source, visiting):
     earlier = source < how.place
     if not how.zigzag:
         nothing = tuple(jnp.zeros(x.shape, jnp.float32) for x in (asking[0], *visiting[:2]))
-        return jax.lax.cond(earlier, lambda: _block_gradients(asking, visiting), lambda: nothing)
+        return jax.lax.cond(earlier, lambda: blocks.gradients(asking, visiting), lambda: nothing)
     (asks_early, asks_late), (keys_early, keys_late) = _halves(asking), _halves(visiting)
-    q_late, *of_early = _block_gradients(asks_late, keys_early)
-    q_more, *more = _block_gradients(_either(earlier, asks_early, asks_late), _either(earlier, keys_early, keys_late))
+    q_late, *of_early = blocks.gradients(asks_late, keys_early)
+    q_more, *more = blocks.gradients(_either(earlier, asks_early, asks_late), _either(earlier, keys_early, keys_late))
     none = jnp.zeros_like(q_more)
     d_query = _joined(jnp.where(earlier, q_more, none), jnp.where(earlier, q_late, q_late + q_more))
     halves = (
@@ -252,18 +216,6 @@ def _extended_gradients(how: How, asking, source, visiting):
         for first, x in zip(of_early, more, strict=True)
     )
     return d_query, *halves
-
-
-def _block_gradients(asking, visiting, *, causal: bool = False):
-    """Dao 2022 (arXiv 2205.14135), appendix B.2, of one block, float32: of queries, keys and values."""
-    (query, gradient, normaliser, shared, of_query), (key, value, of_key) = asking, visiting
-    weights = _weights(_scores(query, key, of_query, of_key, causal=causal), normaliser)
-    d_weights = jnp.einsum("bkgtd,bksd->bkgts", gradient, value, preferred_element_type=jnp.float32)
-    d_scores = (weights * (d_weights - shared) * query.shape[-1] ** -0.5).astype(query.dtype)
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    d_query = product("bkgts,bksd->bkgtd", d_scores, key)
-    d_key = product("bkgts,bkgtd->bksd", d_scores, query)
-    return d_query, d_key, product("bkgts,bkgtd->bksd", weights.astype(query.dtype), gradient)
 
 
 _around.defvjp(_forward, _backward)

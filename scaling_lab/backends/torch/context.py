@@ -1,8 +1,8 @@
 """Causal attention whose sequence is split over processes: context parallelism, in three strategies with one meaning.
 
 `gather` brings all keys and values to every process, `ring` passes them round, and both visit one process's part at a time with an
-online softmax, so that scores of a part at most exist at once; `all_to_all` exchanges parts of the sequence for parts of the heads. Owns
-this communication in both passes; must not know the model's equations. Where each token is stored: `plan.sequence`.
+online softmax, see `blocks`; `all_to_all` exchanges parts of the sequence for parts of the heads. Owns this communication in both
+passes; must not know the model's equations. Where each token is stored: `plan.sequence`.
 Shapes as in `attention`, of a process's own part; inside, query b k g t d, keys b k t c (key and value side by side), statistics
 b k g t 1 (float32), documents b t 1: the sequence is always the last dim but one.
 """
@@ -17,13 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scaling_lab.backends.torch import attention
+from scaling_lab.backends.torch import attention, blocks
+from scaling_lab.backends.torch.blocks import Found, Part
 from scaling_lab.backends.torch.collectives import all_gather, all_to_all, reduce_scatter
 from scaling_lab.backends.torch.sharding import Placement
-
-Found = tuple[Tensor, Tensor]
-#: Of a part: its keys and values side by side, and the documents of its tokens, if rows are packed.
-Part = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +103,7 @@ class _Around(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, how: How) -> Tensor:
         """Keys and values of one part after the other."""
         asking, sent = (query, documents), (torch.cat([key, value], dim=-1), documents)
-        found = _block(asking, sent, causal=True)
+        found = blocks.attended(asking, sent, causal=True)
         for source, visiting in _visitors(how, sent):
             found = _extended(how, asking, found, source, visiting)
         output = found[0].to(query.dtype)
@@ -121,13 +118,13 @@ class _Around(torch.autograd.Function):
         query, keys, documents, output, normaliser = ctx.saved_tensors
         shared = (gradient.float() * output.float()).sum(dim=-1, keepdim=True)
         asking, sent = (query, gradient, normaliser, shared, documents), (keys, documents)
-        d_query, own = _block_gradients(asking, sent, causal=True)
+        d_query, own = blocks.gradients(asking, sent, causal=True)
         home = _Home(how, own)
         for source, visiting in _visitors(how, sent):
             more, theirs = _extended_gradients(how, asking, source, visiting)
             d_query += more
             home.add(source, theirs)
-        d_key, d_value = _parted(home.collected().to(keys.dtype), query)
+        d_key, d_value = blocks.parted(home.collected().to(keys.dtype), query)
         return d_query.to(query.dtype), d_key, d_value, None, None
 
 
@@ -196,8 +193,8 @@ def _extended(how: How, asking: tuple[Any, ...], found: Found, source: int, visi
     queries, keys = _met(how, source, asking[0].shape[-2])
     if keys is None:
         return found
-    block = _block(_cut(asking, queries), _cut(visiting, keys))
-    merged = _merged(_cut(found, queries), block)
+    block = blocks.attended(blocks.cut(asking, queries), blocks.cut(visiting, keys))
+    merged = blocks.merged(blocks.cut(found, queries), block)
     unmet = slice(0, queries.start or 0)
     output, normaliser = (torch.cat([x[..., unmet, :], part], dim=-2) for x, part in zip(found, merged, strict=True))
     return output, normaliser
@@ -215,70 +212,11 @@ def _met(how: How, source: int, length: int) -> tuple[slice, slice | None]:
     return (slice(length // 2, None), every) if how.zigzag else (every, None)
 
 
-def _cut(tensors: Any, part: slice) -> Any:
-    return tuple(None if x is None else x[..., part, :] for x in tensors)
-
-
-def _scores(query: Tensor, key: Tensor, of_query: Tensor | None, of_key: Tensor | None, *, causal: bool) -> Tensor:
-    """Scaled scores, float32; -inf for later keys if causal (within one part, whose order is the text's), and for other documents."""
-    scores = torch.einsum("bkgtd,bksd->bkgts", query, key).float() * query.shape[-1] ** -0.5
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    if of_query is None or of_key is None:
-        return scores
-    return scores.masked_fill((of_query != of_key.transpose(1, 2))[:, None, None], -torch.inf)
-
-
-def _weights(scores: Tensor, normaliser: Tensor) -> Tensor:
-    """exp(scores - normaliser), 0 where a query sees none of the keys: both are -inf there."""
-    return (scores - normaliser.masked_fill(normaliser == -torch.inf, 0.0)).exp_()
-
-
-def _block(asking: tuple[Any, ...], visiting: Part, *, causal: bool = False) -> Found:
-    """Attention to these keys alone, float32, and its logsumexp."""
-    (query, of_query), (keys, of_key) = asking, visiting
-    key, value = _parted(keys, query)
-    scores = _scores(query, key, of_query, of_key, causal=causal)
-    normaliser = scores.logsumexp(dim=-1, keepdim=True)
-    weights = _weights(scores, normaliser).to(query.dtype)
-    return torch.einsum("bkgts,bksd->bkgtd", weights, value).float(), normaliser
-
-
-def _merged(one: Found, other: Found) -> Found:
-    """Attention to two sets of keys as one softmax, from that to each (Milakov and Gimelshein 2018, arXiv 1805.02867).
-
-    A query has seen its own key before anything is merged: the sum's logarithm is finite.
-    """
-    (output, normaliser), (more, its) = one, other
-    both = torch.logaddexp(normaliser, its)
-    return output * (normaliser - both).exp() + more * (its - both).exp(), both
-
-
 def _extended_gradients(how: How, asking: tuple[Any, ...], source: int, visiting: Part) -> tuple[Tensor, Tensor]:
     """Gradients of the queries and of a visiting part's keys and values: the block of `_extended`, zero elsewhere."""
     d_query, d_keys = (torch.zeros_like(x, dtype=torch.float32) for x in (asking[0], visiting[0]))
     queries, keys = _met(how, source, asking[0].shape[-2])
     if keys is not None:
-        found = _block_gradients(_cut(asking, queries), _cut(visiting, keys))
+        found = blocks.gradients(blocks.cut(asking, queries), blocks.cut(visiting, keys))
         d_query[..., queries, :], d_keys[..., keys, :] = found
     return d_query, d_keys
-
-
-def _block_gradients(asking: tuple[Any, ...], visiting: Part, *, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Dao 2022 (arXiv 2205.14135), appendix B.2, of one block, float32: of queries, and of keys and values."""
-    (query, gradient, normaliser, shared, of_query), (keys, of_key) = asking, visiting
-    key, value = _parted(keys, query)
-    weights = _weights(_scores(query, key, of_query, of_key, causal=causal), normaliser)
-    d_weights = torch.einsum("bkgtd,bksd->bkgts", gradient, value).float()
-    d_scores = (weights * (d_weights - shared) * query.shape[-1] ** -0.5).to(query.dtype)
-    d_query = torch.einsum("bkgts,bksd->bkgtd", d_scores, key).float()
-    d_key = torch.einsum("bkgts,bkgtd->bksd", d_scores, query).float()
-    d_value = torch.einsum("bkgts,bkgtd->bksd", weights.to(query.dtype), gradient).float()
-    return d_query, torch.cat([d_key, d_value], dim=-1)
-
-
-def _parted(keys: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Key and value that lie side by side; a key is as long as a query."""
-    key, value = keys.split([query.shape[-1], keys.shape[-1] - query.shape[-1]], dim=-1)
-    return key, value
