@@ -128,7 +128,7 @@ def test_the_bubble_is_the_median_of_the_timed_steps_and_null_where_none_was_mea
     assert found["measured"]["bubble_share"] == pytest.approx(0.275)
     # 4 microbatches on 2 stages: planned 1 / 5.
     assert dict(summary_lines(found, Path()))["pipeline bubble"] == (
-        "27.5 % of the schedule, waiting for a shared core included; planned 20 %"
+        "27.5 % of the schedule (by processor time, as if no stage shared a core); planned 20 %"
     )
     assert dict(summary_lines(result({"sharding": "pipeline"}), Path()))["pipeline bubble"] == "- (not measured); planned 20 %"
     assert "pipeline bubble" not in dict(summary_lines(result(), Path()))

@@ -62,7 +62,7 @@ class Pending(Protocol):
         batch, before their coefficients, and not part of `loss`) and `dropped_tokens` (assignments without room, over all layers).
 
         A train step of a pipeline also gives, where the backend can tell, `bubble_share`: the share of the schedule's time in which
-        a stage has nothing to do, the mean over stages.
+        a stage has nothing to do, the mean over stages; on simulated devices as if no two shared a core (`torch.bubble`).
         """
         ...
 

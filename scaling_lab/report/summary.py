@@ -86,8 +86,8 @@ def _bubble(result: Result) -> list[tuple[str, str]]:
     found = at(result, "measured.bubble_share")
     if found is None:
         return [("pipeline bubble", f"- (not measured); {planned}")]
-    shared = ", waiting for a shared core included" if at(result, "environment.simulated") else ""
-    return [("pipeline bubble", f"{percent(found)} of the schedule{shared}; {planned}")]
+    how = "by processor time, as if no stage shared a core" if at(result, "environment.simulated") else "by the clock"
+    return [("pipeline bubble", f"{percent(found)} of the schedule ({how}); {planned}")]
 
 
 def _mfu(result: Result, found: dict[str, Any]) -> str:

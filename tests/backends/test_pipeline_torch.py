@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 from typing import Any
 
@@ -15,9 +16,11 @@ from test_packing import BATCHES as PACKED
 
 from scaling_lab.backends.contract import Job
 from scaling_lab.backends.rows import local_batch
+from scaling_lab.backends.torch.bubble import makespan, order
 from scaling_lab.backends.torch.train import open_session
 from scaling_lab.config import experiment_from
 from scaling_lab.errors import PlanError
+from scaling_lab.plan.pipeline import PipelineSplit
 from scaling_lab.plan.plan import make_plan
 
 pytestmark = pytest.mark.xdist_group("torch_parity")
@@ -134,43 +137,58 @@ def evaluated_between_steps(session: Any, job: Job, batches: Any) -> tuple[dict[
     return sums, losses
 
 
-@pytest.mark.parametrize("keys", [{**GPIPE, **FOUR}, {**BY_TURNS, **FOUR}, {**INTERLEAVED, **TWO}], ids=lambda k: str(k))
-def test_as_many_microbatches_are_in_flight_on_a_stage_as_the_plan_says(keys, torch_ranks):
+def test_a_schedule_ends_when_its_last_pass_has_had_all_that_it_waits_for():
+    """2 stages, 2 microbatches, forward 1 s and backward 2 s: stage 1 has F 1-2, F 2-3, B 3-5, B 5-7, stage 0 B 5-7, B 7-9."""
+    passes = [[(stage, kind, n) for kind in "FB" for n in range(2)] for stage in range(2)]
+    assert makespan(passes, {(stage, kind): 1 + (kind == "B") for stage in range(2) for kind in "FB"}) == 9
+    slow = {(0, "F"): 3, (1, "F"): 1, (0, "B"): 2, (1, "B"): 2}
+    assert makespan(passes, slow) == 13  # stage 0: F 0-3, F 3-6; stage 1: F 3-4, F 6-7, B 7-9, B 9-11; stage 0: B 9-11, B 11-13
+
+
+def test_the_planned_bubble_is_that_of_every_schedule_whose_stages_are_alike():
+    """Whatever the stages, chunks and microbatches, and whether a backward pass takes as long as a forward one or twice."""
+    for stages, chunks, rounds, back in itertools.product((2, 3, 4, 8), (1, 2, 3), (1, 2, 4), (1, 2)):
+        for schedule in ("gpipe", "1f1b") if chunks == 1 else ("interleaved",):
+            split = PipelineSplit(("pipeline",), stages, chunks, rounds * stages, schedule, stages * chunks)
+            alike = {(chunk, kind): back if kind == "B" else 1 for chunk in range(stages * chunks) for kind in "FB"}
+            whole = makespan([order(split, stage) for stage in range(stages)], alike)
+            assert 1 - (1 + back) * split.microbatches * chunks / whole == pytest.approx(split.bubble_share)
+
+
+@pytest.mark.parametrize(
+    "keys", [{**GPIPE, **FOUR}, {**BY_TURNS, **FOUR}, {**INTERLEAVED, **TWO}], ids=lambda k: k["workload.pipeline.schedule"]
+)
+def test_passes_follow_as_the_plan_says_and_so_few_microbatches_are_in_flight(keys, torch_ranks):
     asked = config("llama", "pipeline", **keys)
-    found = torch_ranks.run(asked, ragged_batches(), call=most_in_flight)["results"]
+    found = torch_ranks.run(asked, ragged_batches(), call=watched)["results"]
     plan = job_of(asked).plan
-    places = [plan.mesh.coordinates(rank)["pipeline"] for rank in range(8)]
-    assert found == [plan.pipeline.in_flight[stage] for stage in places]
+    split = plan.pipeline
+    for rank, (passes, in_flight, shares) in enumerate(found):
+        stage = plan.mesh.coordinates(rank)["pipeline"]
+        assert passes == order(split, stage)
+        assert in_flight == split.in_flight[stage]
+        assert shares == found[0][2]
+    assert all(split.bubble_share < share < 1 for share in found[0][2]), "5 layers: stages differ, so some wait more"
 
 
-def most_in_flight(session: Any, job: Job, batches: Any) -> int:
-    """How many microbatches x chunks a rank holds activations of at most, in a step."""
-    stages, most = session.pipeline.stages, [0]
+def watched(session: Any, job: Job, batches: Any) -> tuple[list[Any], int, list[float]]:
+    """Of a rank: the passes of a step, of how many microbatches x chunks it holds activations at most, and bubbles of steps."""
+    stages, passes, held = session.pipeline.stages, [], [0]
 
-    def watched(forward: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            most[0] = max(most[0], sum(len(stage.fwd_cache) for stage in stages))
-            return output
+    def noting(stage: Any, kind: str, work: Any) -> Any:
+        def run(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            passes.append((stage.stage_index, kind, microbatch))
+            found = work(microbatch, *args, **kwargs)
+            held.append(sum(len(stage.fwd_cache) for stage in stages))
+            return found
 
         return run
 
     for stage in stages:
-        stage.forward_one_chunk = watched(stage.forward_one_chunk)
-    session.step(local_batch(job, *batches[0])).result()
-    return most[0]
-
-
-def test_the_bubble_of_one_microbatch_is_most_of_the_schedule(torch_ranks):
-    """On 4 stages at most one is at work at a time: 3 / 4 by arithmetic, more by the clock, which also counts waiting for messages."""
-    asked = config("llama", "pipeline", **GPIPE, **FOUR, **{"workload.pipeline.microbatches": 1})
-    found = torch_ranks.run(asked, ragged_batches(), call=bubbles)["results"]
-    assert len(set(found)) == 1
-    assert all(0.75 <= share < 1 for share in found[0])
-
-
-def bubbles(session: Any, job: Job, batches: Any) -> tuple[float, ...]:
-    return tuple(session.step(local_batch(job, *batch)).result()["bubble_share"] for batch in batches)
+        stage.forward_one_chunk = noting(stage, "F", stage.forward_one_chunk)
+        stage.backward_one_chunk = noting(stage, "B", stage.backward_one_chunk)
+    steps = [session.step(local_batch(job, *batch)).result() for batch in batches]
+    return passes[: len(passes) // len(steps)], max(held), [step["bubble_share"] for step in steps]
 
 
 def test_a_stage_holds_its_own_layers_and_only_their_bytes(torch_ranks):

@@ -4,18 +4,13 @@ Owns the stages of this process, the schedule, and the time in which they comput
 between stages travels each device's own part of the residual stream, and what routers have reported so far beside it. Losses are the
 last stage's. Imported only where there is a pipeline: torch's takes long to import.
 
-The bubble is measured by the clock on the wall: a stage is at work from the start of a microbatch's pass to its end, and idle while
-it waits for a microbatch. Where every stage has a core of its own that is the bubble and what messages take. Stages that share cores
-wait for these too, for one of their own or for the stage before to get one: their share is above the bubble. By processor time it
-would be more so, as a pass that is interrupted would count as idle while it is.
-
 Over gloo torch's batches of messages are plain sends and receives, one after the other, which both sides order alike.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from scaling_lab.backends.torch.bubble import Stopwatch, elapsed_name, pass_name
 from scaling_lab.backends.torch.moe import REPORTED
 from scaling_lab.backends.torch.sharding import RESIDUAL, Placement, local_of
 from scaling_lab.backends.torch.transformer import Decoder
@@ -31,9 +27,9 @@ SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "inte
 
 
 class Stage(PipelineStage):
-    """torch's stage, which counts the seconds in which it computes."""
+    """torch's stage, which times its passes."""
 
-    busy_s = 0.0
+    stopwatch: Stopwatch
 
     def forward_maybe_with_nosync(self, x: Tensor, *reported: Tensor, **others: Any) -> tuple[Tensor, ...]:
         """The decoder's pass of what has come, and what goes on: plain tensors only."""
@@ -42,17 +38,14 @@ class Stage(PipelineStage):
         return local_of(x).contiguous(), *(reported for reported in more if reported is not None)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of a microbatch, timed; its input has come."""
-        started = time.perf_counter()
-        output = super().forward_one_chunk(*args, **kwargs)
-        self.busy_s += time.perf_counter() - started
-        return output
+        """The forward pass of a microbatch; its input has come."""
+        work = partial(super().forward_one_chunk, *args, **kwargs)
+        return self.stopwatch.taken(pass_name(self.stage_index, "F"), work)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        """The backward pass of a microbatch, timed."""
-        started = time.perf_counter()
-        super().backward_one_chunk(*args, **kwargs)
-        self.busy_s += time.perf_counter() - started
+        """The backward pass of a microbatch."""
+        work = partial(super().backward_one_chunk, *args, **kwargs)
+        self.stopwatch.taken(pass_name(self.stage_index, "B"), work)
 
 
 class Pipeline:
@@ -60,11 +53,12 @@ class Pipeline:
 
     def __init__(self, decoders: Sequence[Decoder], on: Placement):
         split = on.plan.pipeline
-        self.on, self.elapsed_s = on, 0.0
+        self.on, self.stopwatch = on, Stopwatch(on)
         self.scale: Tensor | None = None
-        self.timed = on.device.type == "cpu"  # elsewhere passes are only dispatched in the host's time
         group = on.group(split.axes)
         self.stages = [_stage(decoder, chunk, on, group) for decoder, chunk in zip(decoders, on.chunks, strict=True)]
+        for stage in self.stages:
+            stage.stopwatch = self.stopwatch
         stages = self.stages if split.schedule == "interleaved" else self.stages[0]
         # Losses are sums, and so are gradients.
         self.schedule = SCHEDULES[split.schedule](stages, split.microbatches, loss_fn=self._minimised, scale_grads=False)
@@ -78,35 +72,10 @@ class Pipeline:
         self.loss_sum, self.reported = (torch.zeros(n, dtype=torch.float64, device=self.on.device) for n in ((), len(REPORTED)))
         tokens, others = own["tokens"], {name: x for name, x in own.items() if name != "tokens"}
         pass_through = self.schedule.step if backward else self.schedule.eval
-        started = time.perf_counter()
-        pass_through(*((tokens,) if self.on.stage == 0 else ()), target=own["labels"], return_outputs=False, **others)
-        self.elapsed_s += time.perf_counter() - started
+        first = (tokens,) if self.on.stage == 0 else ()
+        work = partial(pass_through, *first, target=own["labels"], return_outputs=False, **others)
+        self.stopwatch.taken(elapsed_name(self.on.stage), work)
         return self.loss_sum, self.reported
-
-    def begin(self) -> None:
-        """Forget the times of earlier steps."""
-        self.elapsed_s = 0.0
-        for stage in self.stages:
-            stage.busy_s = 0.0
-
-    def times(self) -> dict[str, Tensor]:
-        """Seconds of this process since `begin`: in passes, and of the schedule on its stage. To be summed over processes."""
-        if not self.timed:
-            return {}
-        seconds = dict.fromkeys(["busy_s", *_elapsed(self.on)], 0.0)
-        seconds["busy_s"] = sum(stage.busy_s for stage in self.stages)
-        seconds[_elapsed(self.on)[self.on.stage]] = self.elapsed_s
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in seconds.items()}
-
-    def bubble_share(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The mean share of the schedule in which a stage is idle, taken from the sums of `times` over all processes.
-
-        The schedule lasts as long as on the stage where it lasts longest: all begin together, some are done before.
-        """
-        if not self.timed:
-            return {}
-        busy, elapsed = sums.pop("busy_s"), [sums.pop(name) for name in _elapsed(self.on)]
-        return {"bubble_share": 1 - busy / (len(elapsed) * torch.stack(elapsed).max())}
 
     def _minimised(self, output: tuple[Tensor, ...], _labels: Tensor) -> Tensor:
         """What is differentiated of a microbatch on the last stage, whose decoder has computed the loss already."""
@@ -116,10 +85,6 @@ class Pipeline:
             self.reported += more.detach()
             loss = loss if self.scale is None else loss + (more * self.scale).sum()
         return loss
-
-
-def _elapsed(on: Placement) -> list[str]:
-    return [f"elapsed_s of stage {stage}" for stage in range(on.plan.pipeline.stages)]
 
 
 def _stage(decoder: Decoder, chunk: int, on: Placement, group: dist.ProcessGroup) -> Stage:

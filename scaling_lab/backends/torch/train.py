@@ -193,9 +193,9 @@ class TorchSession:
             taken = iter(take_gradients(self.in_buckets, self.on))
             gradients = [g for bucket in self.buckets for g in bucket.reduce([next(taken) for _ in bucket.pieces])]
             stages.sum_shared(self.in_buckets, gradients, self.on)
-            times = self.pipeline.times() if self.pipeline else {}
+            times = self.pipeline.stopwatch.summands() if self.pipeline else {}
             totals = self._total(sums, squares=square_sum(gradients, self.counted), **times)
-            bubble = self.pipeline.bubble_share(totals) if self.pipeline else {}
+            bubble = self.pipeline.stopwatch.share(totals) if self.pipeline else {}
             divisor = totals["valid_tokens"].clamp(min=1)
             metrics = {"loss": totals.pop("loss_sum") / divisor, "grad_norm": totals.pop("squares").sqrt() / divisor}
             rows = self.job.experiment.workload.global_batch
@@ -205,7 +205,7 @@ class TorchSession:
     def _sums(self, batch: Batch, *, backward: bool = True) -> dict[str, Tensor]:
         """Sums over this process's rows, float64: losses, valid tokens and what routers report; with `backward`, gradients too."""
         if self.pipeline:
-            self.pipeline.begin()
+            self.pipeline.stopwatch.begin()
         own = self._own(batch)
         labels = own["labels"].masked_fill_(own["labels"] < 0, IGNORED)
         count = (labels != IGNORED).sum().double()
