@@ -67,7 +67,12 @@ def temporaries(form, result):
 
 def trained(backend, layout, chunks, sequence, steps):
     keys = {f"model__{name}": size for name, size in MODEL.items()}
-    keys |= {"workload__sequence": sequence, "workload__global_batch": 1, "workload__steps": steps, "workload__untimed_steps": 1}
+    keys |= {
+        "workload__sequence": sequence,
+        "workload__global_batch": 1,
+        "workload__steps": steps,
+        "workload__untimed_steps": 1,
+    }
     keys |= {"workload__evaluation__every": 0, "workload__loss_chunks": chunks, "data": "synthetic"}
     return run(backend=backend, **LAYOUTS[layout], **keys)
 

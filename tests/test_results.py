@@ -6,7 +6,7 @@ import math
 
 import pytest
 from experiments import plain
-from finished_runs import PEAK, done, environment, records, result
+from finished_runs import PEAK, done, environment, records, result, routed
 
 from scaling_lab.errors import ConfigError, PlanError, WorkerError
 from scaling_lab.predict.peak import DevicePeak
@@ -116,6 +116,14 @@ def test_losses_evaluations_and_tokens_are_those_of_every_step() -> None:
     assert measured["valid_tokens_seen"] == 6 * 3_072
     assert measured["compilations"] == 1
     assert measured["corpus"] == {"sha256": "c0ffee"}
+
+
+def test_what_routers_report_is_that_of_every_step_and_null_without_them() -> None:
+    found = result({"model": "tiny_moe"}, records=routed(records()))
+    assert found["measured"]["balance_loss"] == pytest.approx([4.1, 4.2, 4.3, 4.4, 4.5, 4.6])
+    assert found["measured"]["dropped_tokens"] == [100, 200, 300, 400, 500, 600]
+    assert validate(found) == []
+    assert all(result()["measured"][name] is None for name in ("balance_loss", "z_loss", "dropped_tokens"))
 
 
 def test_steps_of_other_processes_are_not_mixed_in() -> None:
