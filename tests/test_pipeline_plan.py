@@ -130,9 +130,20 @@ def test_what_does_not_split_is_refused_alike_with_a_change_that_works(changes, 
     assert words in refusal(backend=backend, **changes)
 
 
-def test_by_turns_is_refused_in_jax():
-    message = refusal(backend="jax", **{"workload.pipeline.schedule": "1f1b"})
-    assert "Set workload.pipeline.schedule=gpipe or interleaved, or backend=torch." in message
+def test_by_turns_with_routers_is_refused_in_jax_alone():
+    changes = {"workload.pipeline.schedule": "1f1b", "model": "tiny_moe"}
+    assert "Set workload.pipeline.schedule=gpipe or backend=torch." in refusal(backend="jax", **changes)
+    assert plan(backend="torch", **changes).pipeline.schedule == "1f1b"
+
+
+def test_by_turns_in_one_program_waits_twice_as_long_and_holds_what_does_not_grow_with_the_microbatches():
+    """4 stages: ticks of 3 on the way there and 3 on the way back."""
+    changes = {"backend": "jax", "mesh.pipeline": 4, "mesh.data": 1, "workload.pipeline.schedule": "1f1b"}
+    splits = [plan(**changes, **{"workload.pipeline.microbatches": n}) for n in (4, 16)]
+    assert [one.pipeline.bubble_share for one in splits] == [6 / 10, 6 / 22]
+    assert [one.pipeline.in_flight for one in splits] == [(1, 1, 1, 1)] * 2
+    few, many = (one.bytes_per_device["activations"] for one in splits)
+    assert many < few  # smaller microbatches, no more of them
 
 
 def test_an_axis_of_stages_does_nothing_else():

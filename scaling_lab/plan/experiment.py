@@ -103,7 +103,7 @@ class Context:
 class Pipeline:
     """Where the table splits the layers into stages: how microbatches of a device's rows go through them.
 
-    schedule: `gpipe`, all forward passes before all backward ones; `1f1b` (torch), by turns once every stage has something;
+    schedule: `gpipe`, all forward passes before all backward ones; `1f1b`, by turns, so that fewer activations are held;
     `interleaved`, with virtual_stages chunks of layers on each stage, in torch by turns too
     microbatches: null for 4, 2 or 1 times the stages, the first that divides the rows
     virtual_stages: null for 2 if interleaved, else 1

@@ -138,8 +138,9 @@ def activation_bytes(experiment: Experiment, rules: Rules, mesh: Mesh, split: Pi
         size += held * per_layer[workload.remat]
     logits = 2 * 4 * local(vocab=model.padded_vocab) // workload.loss_chunks
     if split.one_program:
-        size += 2 * split.microbatches * residual
-        logits = logits * split.microbatches // (split.stages if split.spread else 1)
+        size += 2 * split.microbatches * residual + (2 * split.stages - 1) * residual * split.by_turns
+        ending = split.vocab_spread if split.by_turns else split.spread
+        logits = logits * (1 if split.by_turns else split.microbatches) // (split.stages if ending else 1)
     elif split.stages > 1:
         logits *= split.logits_in_flight if stage == split.stages - 1 else 0
     return DTYPE_BYTES[workload.precision.compute] * size + logits

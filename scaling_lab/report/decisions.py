@@ -129,7 +129,7 @@ def _pipeline(plan: Plan) -> str:
     work = split.microbatches * split.virtual_stages
     return (
         f"{split.stages} stages of layers {layers}; {split.schedule}, {plural(split.microbatches, 'microbatch')}: bubble "
-        f"{split.stages - 1} / ({work} + {split.stages - 1}) = {percent(split.bubble_share)}; embedding and head {outside}"
+        f"{split.waits} / ({work} + {split.waits}) = {percent(split.bubble_share)}; embedding and head {outside}"
     )
 
 

@@ -14,6 +14,7 @@ from test_packing import reference as reference_packed
 from test_parity import config, run_jax
 
 from scaling_lab.backends.contract import Job
+from scaling_lab.backends.jax import by_turns
 from scaling_lab.backends.jax.pipeline import ticks
 from scaling_lab.backends.jax.train import open_session
 from scaling_lab.backends.rows import local_batch
@@ -24,6 +25,7 @@ from scaling_lab.plan.plan import make_plan
 pytestmark = pytest.mark.xdist_group("jax_gpt2")
 
 INTERLEAVED = {"workload.pipeline.schedule": "interleaved"}
+TURNS = {"workload.pipeline.schedule": "1f1b"}
 STAGES = {"sharding.weights.layers": ["pipeline"], "mesh.pipeline": 2}
 
 
@@ -44,6 +46,10 @@ def reference(model, layers):
         ("llama", "pipeline", 3, 1, {"workload.remat": "dots", "workload.loss_chunks": 4}),
         ("llama", "pipeline", 3, 1, {"backend.partitioner": "gspmd", "workload.pipeline.microbatches": 1}),
         ("llama", "zero2", 2, 1, STAGES),
+        ("gpt2", "pipeline", 3, 1, {**TURNS, "workload.remat": "dots"}),
+        ("llama", "pipeline", 6, 2, {**TURNS, "mesh.pipeline": 4, "workload.loss_chunks": 2}),
+        ("llama", "pipeline_fsdp_tensor", 3, 1, TURNS),
+        ("llama", "pipeline_context", 3, 1, {**TURNS, "backend.module": "equinox"}),
     ],
 )
 def test_stages_equal_one_device(model, table, layers, accumulation, changes):
@@ -80,7 +86,8 @@ def opened(table, **changes):
     asked = experiment_from(config("llama", table, "jax", **{"model.layers": 4, **changes}))
     job = Job(asked, make_plan(asked, FOUND), 0, "127.0.0.1:0")
     session = open_session(job)
-    session.prepare(local_batch(job, *ragged_batches()[0]))
+    workload = asked.workload
+    session.prepare(local_batch(job, *ragged_batches(rows=workload.global_batch, sequence=workload.sequence)[0]))
     return job, session
 
 
@@ -95,6 +102,42 @@ def test_a_tick_sends_what_lies_between_stages_once_forward_and_once_back_and_no
     assert found == [("f32[1,1,16,32]", forward)] * 2
     assert job.plan.pipeline.microbatches == 4
     assert not re.search(r"all-to-all", text)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 3), (4, 16)])
+def test_by_turns_a_microbatch_comes_back_the_way_it_went_and_its_input_is_still_kept(stages, microbatches):
+    there, back = {}, {}
+    schedule = by_turns.ticks(stages, microbatches)
+    for number, forward, backward in zip(
+        schedule.number, zip(*schedule.forward, strict=True), zip(*schedule.backward, strict=True), strict=True
+    ):
+        for visits, (row, _, working) in ((there, forward), (back, backward)):
+            visits |= {(int(row[stage]), int(stage)): int(number) for stage in np.flatnonzero(working)}
+    assert there.keys() == back.keys() == {(m, s) for m in range(microbatches) for s in range(stages)}
+    for (microbatch, stage), tick in there.items():
+        assert tick == microbatch + stage
+        assert back[microbatch, stage] - tick == 2 * (stages - 1 - stage) < 2 * stages - 1
+
+
+def test_by_turns_the_temporaries_of_a_step_do_not_grow_with_its_microbatches():
+    """Of one row each; with all forward passes first, every microbatch more costs what its layers save."""
+
+    def temporaries(microbatches, **changes):
+        keys = {
+            "workload.global_batch": 4 * microbatches,
+            "workload.pipeline.microbatches": microbatches,
+            "workload.sequence": 64,
+        }
+        _, session = opened("pipeline", **keys, **changes)
+        held = session.bytes_per_device()["temporaries"]
+        session.close()
+        return held
+
+    grown = temporaries(16) - temporaries(4)
+    grown_by_turns = temporaries(16, **TURNS) - temporaries(4, **TURNS)
+    rows = 12 * 64 * 32 * 4  # bytes of the residual stream of 12 rows more
+    assert grown > 40 * rows
+    assert grown_by_turns < 10 * rows
 
 
 @pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(2, 1, 4), (4, 1, 3), (2, 2, 4), (4, 3, 8)])

@@ -189,5 +189,5 @@ class Decoder(eqx.Module, transformer.Decoder):
         self.dense_layers = None
         for stack in stacks(experiment.model):
             setattr(self, stack, Layer(experiment, on, stack))
-        self.final_norm = Norm(experiment, on.outside, "final_norm")
-        self.head = Head(on.outside)
+        self.final_norm = Norm(experiment, on.ending, "final_norm")
+        self.head = Head(on.ending)

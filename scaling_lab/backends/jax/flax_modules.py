@@ -121,5 +121,5 @@ class Decoder(nnx.Module, transformer.Decoder):
         self.embed = Embedding(on.outside)
         for stack in stacks(experiment.model):
             setattr(self, stack, Layer(experiment, on, stack))
-        self.final_norm = Norm(experiment, on.outside, "final_norm")
-        self.head = Head(on.outside)
+        self.final_norm = Norm(experiment, on.ending, "final_norm")
+        self.head = Head(on.ending)

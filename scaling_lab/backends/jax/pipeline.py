@@ -14,6 +14,7 @@ Shapes: b rows, t sequence, e embed; M microbatches, S stages, V chunks of a sta
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -62,7 +63,7 @@ def through(on: Placement, chunk: Chunk, stack: Any, x: jax.Array, rows: Any) ->
     places = (split.stages, split.virtual_stages, split.room)
     stack = jax.tree.map(lambda weight: weight.reshape(*places, *weight.shape[1:]), stack)
     real = np.array([layer is not None for layer in split.slots]).reshape(places)
-    entering, rows = _entering(on, x), jax.tree.map(lambda one: _microbatches(on, one, ("batch",)), rows)
+    entering, rows = at_first_stage(on, x), jax.tree.map(partial(microbatches, on), rows)
 
     def stage(stack: Any, real: Any, turn: Turn, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         own, mine = jax.tree.map(lambda weight: weight[turn.chunk], (stack, real))
@@ -71,55 +72,55 @@ def through(on: Placement, chunk: Chunk, stack: Any, x: jax.Array, rows: Any) ->
 
     def tick(places: jax.Array, now: tuple[Turn, Any, Any]) -> tuple[jax.Array, Any]:
         turn, microbatch, enters = now
-        places = jnp.where(enters & (_stage_number(places) == 0), entering[microbatch], _moved_on(places))
-        left, reports = jax.vmap(stage, spmd_axis_name=split.axes)(stack, real, turn, _in_places(on, places))
-        left = _in_places(on, left)
+        places = jnp.where(enters & (stage_number(places) == 0), entering[microbatch], moved_on(places))
+        left, reports = jax.vmap(stage, spmd_axis_name=split.axes)(stack, real, turn, in_places(on, places))
+        left = in_places(on, left)
         return left, (left, reports)
 
     turns, leaves = ticks(split)
     nothing = jnp.zeros_like(entering[0])
     _, (left, reports) = jax.lax.scan(tick, nothing, (turns, turns.microbatch[:, 0], turns.chunk[:, 0] == 0))
     left = left[leaves]  # (M, S, b, t, e)
-    last = jnp.where(_stage_number(left[0]) == split.stages - 1, left, 0).sum(axis=1)
+    last = jnp.where(stage_number(left[0]) == split.stages - 1, left, 0).sum(axis=1)
     return jnp.moveaxis(last, 0, 1).reshape(x.shape), reports
 
 
 def shared_out(on: Placement, rows: jax.Array) -> jax.Array:
-    """Rows (b, ...) in the order in which `on.outside` has them: of each device's rows every stage takes a part."""
+    """Rows (b, ...) in the order in which a placement outside the stages has them: of a device's rows each stage takes a part."""
     return _exchanged(on, rows, (on.plan.batch.parts, on.plan.pipeline.stages))
 
 
 def gathered(on: Placement, rows: jax.Array) -> jax.Array:
-    """Rows (b, ...) of `on.outside` in their own order again."""
+    """Rows (b, ...) of such a placement in their own order again."""
     return _exchanged(on, rows, (on.plan.pipeline.stages, on.plan.batch.parts))
 
 
 def _exchanged(on: Placement, rows: jax.Array, parts: tuple[int, int]) -> jax.Array:
-    if not on.plan.pipeline.spread:
+    if not on.rows_over:
         return rows
     return rows.reshape(*parts, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
 
 
 @jax.custom_vjp
-def _moved_on(places: jax.Array) -> jax.Array:
+def moved_on(places: jax.Array) -> jax.Array:
     """What each stage has, at the next one's place. The backward pass moves as much back, where differentiation would do it twice."""
     return jnp.roll(places, 1, axis=0)
 
 
-_moved_on.defvjp(lambda places: (_moved_on(places), None), lambda _, gradient: (jnp.roll(gradient, -1, axis=0),))
+moved_on.defvjp(lambda places: (moved_on(places), None), lambda _, gradient: (jnp.roll(gradient, -1, axis=0),))
 
 
-def _entering(on: Placement, x: jax.Array) -> jax.Array:
+def at_first_stage(on: Placement, x: jax.Array) -> jax.Array:
     """The microbatches at the first of as many places as there are stages (M, S, b, t, e).
 
     So each stage has its own, and their gradient comes together once, not in every tick.
     """
-    parts = _microbatches(on, x, RESIDUAL)[:, None]
-    every = jnp.where(_stage_number(jnp.empty((on.plan.pipeline.stages, *parts.shape[2:]))) == 0, parts, 0)
+    parts = microbatches(on, x, RESIDUAL)[:, None]
+    every = jnp.where(stage_number(jnp.empty((on.plan.pipeline.stages, *parts.shape[2:]))) == 0, parts, 0)
     return on.laid_out(every, Layout(((), on.plan.pipeline.axes, *on.activation(RESIDUAL).dims)))
 
 
-def _microbatches(on: Placement, rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def microbatches(on: Placement, rows: jax.Array, axes: tuple[str, ...] = ("batch",)) -> jax.Array:
     """Rows (b, ...) -> (M, rows of a microbatch, ...): every M-th one, so that each device's rows stay where they are."""
     num = on.plan.pipeline.microbatches
     parts = jnp.moveaxis(rows.reshape(-1, num, *rows.shape[1:]), 1, 0)
@@ -127,10 +128,11 @@ def _microbatches(on: Placement, rows: jax.Array, axes: tuple[str, ...]) -> jax.
     return on.laid_out(parts, Layout(((), *dims, *((),) * (parts.ndim - 1 - len(dims)))))
 
 
-def _in_places(on: Placement, x: jax.Array) -> jax.Array:
+def in_places(on: Placement, x: jax.Array) -> jax.Array:
+    """A buffer (S, b, t, e), each stage's place on its devices."""
     return on.laid_out(x, Layout((on.plan.pipeline.axes, *on.activation(RESIDUAL).dims)))
 
 
-def _stage_number(places: jax.Array) -> jax.Array:
+def stage_number(places: jax.Array) -> jax.Array:
     """The number of the stage at each place of an array (S, ...), in its dims."""
     return jax.lax.broadcasted_iota(jnp.int32, (places.shape[0], *(1,) * (places.ndim - 1)), 0)

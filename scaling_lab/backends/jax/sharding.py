@@ -31,13 +31,14 @@ Arrays = dict[str, jax.Array]
 class Placement:
     """The plan's layouts on real devices. Hashed by identity, so that compiled programs may close over it.
 
-    rows_over: mesh axes over which the rows of activations lie beside those of the table, outside a pipeline's stages
+    rows_over, vocab_over: mesh axes over which rows, or the vocabulary, lie beside those of the table, outside a pipeline's stages
     """
 
     mesh: Mesh
     plan: Plan
     precision: Precision
     rows_over: tuple[str, ...] = ()
+    vocab_over: tuple[str, ...] = ()
 
     def named(self, layout: Layout) -> NamedSharding:
         """The sharding of a layout on this mesh."""
@@ -61,13 +62,24 @@ class Placement:
     def activation(self, axes: tuple[str | None, ...]) -> Layout:
         """The layout of an activation with these logical axes; a row that is missing is an error."""
         dims = self.plan.rules.activation_layout(axes).real(self.plan.mesh).dims
-        named = zip(axes, dims, strict=True)
-        return Layout(tuple((*self.rows_over, *dim) if axis == "batch" else dim for axis, dim in named))
+        more = {"batch": self.rows_over, "vocab": self.vocab_over}
+        return Layout(tuple((*more.get(axis or "", ()), *dim) for axis, dim in zip(axes, dims, strict=True)))
 
     @functools.cached_property
     def outside(self) -> Placement:
         """The placement of what is computed outside a pipeline's stages: each takes a share of the rows, where they divide."""
         return dataclasses.replace(self, rows_over=self.plan.pipeline.axes) if self.plan.pipeline.spread else self
+
+    @functools.cached_property
+    def ending(self) -> Placement:
+        """The placement of what follows the layers: as what precedes them, but by turns.
+
+        By turns the last stage's microbatches are dealt with one by one, and the stages share the vocabulary, where it divides.
+        """
+        split = self.plan.pipeline
+        if not split.by_turns:
+            return self.outside
+        return dataclasses.replace(self, vocab_over=split.axes) if split.vocab_spread else self
 
     def laid_out(self, x: jax.Array, layout: Layout) -> jax.Array:
         """An array, laid out."""
@@ -111,8 +123,23 @@ class Placement:
 
     @functools.cached_property
     def planned(self) -> dict[str, ParameterPlan]:
-        """The plan of every parameter by name."""
-        return {p.parameter.name: p for p in self.plan.parameters}
+        """The plan of every parameter by name, with what lies over more axes here."""
+        return {p.parameter.name: self._with_vocabulary(p) for p in self.plan.parameters}
+
+    def _with_vocabulary(self, planned: ParameterPlan) -> ParameterPlan:
+        """Used, and its gradients summed, in more parts."""
+        if not self.vocab_over or "vocab" not in planned.parameter.axes:
+            return planned
+        compute, gradients = (
+            Layout(
+                tuple(
+                    (*self.vocab_over, *d) if axis == "vocab" else d
+                    for axis, d in zip(planned.parameter.axes, x.dims, strict=True)
+                )
+            )
+            for x in (planned.compute, planned.gradients)
+        )
+        return dataclasses.replace(planned, compute=compute, gradients=gradients)
 
 
 def place_initial(placement: Placement, seed: int) -> Arrays:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scaling_lab.backends.jax import context, pipeline
+from scaling_lab.backends.jax import by_turns, context, pipeline
 from scaling_lab.backends.jax.chunks import Chunked, chunked_cross_entropy_sum
 from scaling_lab.backends.jax.latent import LatentAttention
 from scaling_lab.backends.jax.loss import cross_entropy_sum
@@ -59,56 +59,62 @@ class Decoder:
     def __call__(self, tokens, labels=None, documents=None, positions=None):
         positions = self.on.positions if positions is None else positions
         x = self.begin(tokens, positions)
+        if labels is not None and self.on.plan.pipeline.by_turns:
+            return self._by_turns(x, labels, documents, positions), {}
         x, reported = self._through_layers(x, documents, positions)
         return self.finish(x, labels), reported
 
     def begin(self, tokens, positions):
         """What precedes the layers."""
-        shared = positions if positions.ndim == 1 else pipeline.shared_out(self.on, positions)
-        x = self.embed(pipeline.shared_out(self.on, tokens), shared)
-        return self.on.constrain(pipeline.gathered(self.on, self.on.outside.constrain(x, RESIDUAL)), RESIDUAL)  # (b, t, e)
+        shared = positions if positions.ndim == 1 else pipeline.shared_out(self.on.outside, positions)
+        x = self.on.outside.constrain(self.embed(pipeline.shared_out(self.on.outside, tokens), shared), RESIDUAL)
+        return self.on.constrain(pipeline.gathered(self.on.outside, x), RESIDUAL)  # (b, t, e)
 
     def finish(self, x, labels):
         """What follows the layers."""
-        on = self.on.outside
-        x = on.constrain(pipeline.shared_out(self.on, x), RESIDUAL)
-        labels = None if labels is None else pipeline.shared_out(self.on, labels)
-        x = on.constrain(self.final_norm(x), INPUT)
+        on = self.on.ending
+        x = pipeline.shared_out(on, x)
         if labels is None:
-            return pipeline.gathered(self.on, self.logits(x))
-        chunks = self.experiment.workload.loss_chunks
-        if chunks == 1:
-            return self.loss(x, labels)
-        equation, weight = self.head.weighed(self._table)
-        head = Chunked(how_used(on, weight), equation, self.experiment.model.vocab, chunks)
-        return chunked_cross_entropy_sum(head, x.astype(head.use.dtype), weight.array, labels)
-
-    def logits(self, x):
-        """x (b, t, e) -> (b, t, v)."""
-        return self.on.outside.constrain(self.head(x, self._table), LOGITS)
+            return pipeline.gathered(on, _logits(on, self._ending, x))
+        return _loss(self.experiment, on, self._ending, x, pipeline.shared_out(on, labels))
 
     @property
-    def _table(self):
-        return self.embed.tokens if self.experiment.model.tied_head else None
-
-    def loss(self, x, labels):
-        """The sum of cross-entropies."""
-        return cross_entropy_sum(self.logits(x), labels, self.experiment.model.vocab)
+    def _ending(self):
+        """The weights of what follows the layers."""
+        return self.final_norm, self.head, self.embed.tokens if self.experiment.model.tied_head else None
 
     def _through_layers(self, x, documents, positions):
         experiment = self.experiment
-        reported: dict[str, jax.Array] = {}
-        tables = rotary_tables(experiment.model, positions) if experiment.model.positions == "rope" else None
-        scanned = bool(experiment.backend.scan_layers)
-        layer = rematerialise(lambda layer, x, *rows: layer(x, *rows), experiment.workload.remat, scanned=scanned)
+        tables = self._tables(positions)
         if self.on.plan.pipeline.stages > 1:
-            chunk = partial(_chunk, layer, tables, scanned=scanned)
-            return pipeline.through(self.on, chunk, self.layers, x, None if documents is None else (tables, documents))
-        layer = partial(_with_rows, layer, (tables, documents))
+            return pipeline.through(
+                self.on, self._chunk(tables), self.layers, x, None if documents is None else (tables, documents)
+            )
+        layer = partial(_with_rows, self._layer, (tables, documents))
+        reported: dict[str, jax.Array] = {}
         for stack, numbers in stacks(experiment.model).items():
-            x, found = _through(layer, x, getattr(self, stack), len(numbers), scanned=scanned)
+            x, found = _through(layer, x, getattr(self, stack), len(numbers), scanned=bool(experiment.backend.scan_layers))
             reported |= {name: rows.sum(axis=0) for name, rows in found.items()}  # (layers, b) -> (b,)
         return x, reported
+
+    def _by_turns(self, x, labels, documents, positions):
+        """The loss of a pipeline whose backward pass is written out."""
+        on, tables = self.on, self._tables(positions)
+        finish = partial(_loss, self.experiment, on.ending)
+        rows = None if documents is None else (tables, documents)
+        return by_turns.loss(on, self._chunk(tables), finish, self.layers, self._ending, x, rows, labels)
+
+    def _tables(self, positions):
+        return rotary_tables(self.experiment.model, positions) if self.experiment.model.positions == "rope" else None
+
+    @property
+    def _layer(self):
+        """(one layer's weights, x, rotary tables, documents) -> x and reports, rematerialised as asked."""
+        scanned = bool(self.experiment.backend.scan_layers)
+        return rematerialise(lambda layer, x, *rows: layer(x, *rows), self.experiment.workload.remat, scanned=scanned)
+
+    def _chunk(self, tables):
+        return partial(_chunk, self._layer, tables, scanned=bool(self.experiment.backend.scan_layers))
 
 
 class Embedding:
@@ -187,6 +193,29 @@ class Head:
     def weighed(self, table):
         """The product's equation and its weight."""
         return ("bte,ve->btv", table) if self.weight is None else ("bte,ev->btv", self.weight)
+
+
+def _normed(on: Placement, ending: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    """x (b, t, e) after the layers, as the head takes it."""
+    final_norm, _, _ = ending
+    return on.constrain(final_norm(on.constrain(x, RESIDUAL)), INPUT)
+
+
+def _logits(on: Placement, ending: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    """x (b, t, e) after the layers -> (b, t, v)."""
+    _, head, table = ending
+    return on.constrain(head(_normed(on, ending, x), table), LOGITS)
+
+
+def _loss(experiment: Experiment, on: Placement, ending: tuple[Any, ...], x: jax.Array, labels: jax.Array) -> jax.Array:
+    """x (b, t, e) after the layers -> the sum of cross-entropies."""
+    chunks, vocab = experiment.workload.loss_chunks, experiment.model.vocab
+    if chunks == 1:
+        return cross_entropy_sum(_logits(on, ending, x), labels, vocab)
+    _, head, table = ending
+    equation, weight = head.weighed(table)
+    chunked = Chunked(how_used(on, weight), equation, vocab, chunks)
+    return chunked_cross_entropy_sum(chunked, _normed(on, ending, x).astype(chunked.use.dtype), weight.array, labels)
 
 
 def _with_rows(layer: Callable[..., Any], rows: tuple[Any, ...], one: Layer, x: Any) -> Any:
