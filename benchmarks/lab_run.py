@@ -19,17 +19,17 @@ def run(**keys):
 
 
 def sweep(*words, **keys):
-    """The results of a sweep, in its order."""
+    """The results of a sweep, in its order, also of jobs that failed."""
     with tempfile.TemporaryDirectory() as folder:
-        _lab(["run", "-m", *words], keys | {"hydra__sweep__dir": f"{folder}/sweep"})
+        _lab(["run", "-m", *words], keys | {"hydra__sweep__dir": f"{folder}/sweep"}, accepted=(0, 1))
         return [found.result for found in load_results([Path(folder, "sweep")])]
 
 
-def _lab(words, keys):
+def _lab(words, keys, accepted=(0,)):
     written = [f"{key.replace('__', '.')}={value}" for key, value in (QUIET | keys).items()]
     command = [sys.executable, "-m", "scaling_lab", *words, *written]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
+    if done.returncode not in accepted:
         sys.exit(f"{' '.join(command[2:])}\n{done.stderr[-3000:]}")
 
 
