@@ -44,6 +44,16 @@ def records(losses: tuple[float, ...] = (5.5, 5.0, 4.5, 4.0, 3.5, 3.0), process:
     return [*told, done(process)]
 
 
+def routed(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same of a mixture: in step n a balance loss of 4 + n / 10, a z loss of n / 10, 100 n assignments without room."""
+    return [
+        {**r, "balance_loss": 4 + r["step"] / 10, "z_loss": r["step"] / 10, "dropped_tokens": 100 * r["step"]}
+        if r["kind"] == "step"
+        else r
+        for r in told
+    ]
+
+
 def done(process: int = 0, total: int = 1_000) -> dict[str, Any]:
     """The last record of a process."""
     parts = {"startup": 3.0, "compile": 4.0, "untimed_steps": 6.0, "timed_steps": 1.0, "evaluation": 0.5}

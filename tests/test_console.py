@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from experiments import FOUND, experiment
-from finished_runs import PEAK, done, records, result
+from finished_runs import PEAK, done, records, result, routed
 from rich.console import Console
 
 from scaling_lab.errors import WorkerError
@@ -234,6 +234,12 @@ def test_the_final_table_has_every_number_and_says_that_devices_are_simulated() 
     ):
         assert expected in text
     assert "\x1b" not in text
+
+
+def test_a_mixture_says_what_its_routers_report_and_a_dense_model_has_no_such_line() -> None:
+    text = shown(show_result, result({"model": "tiny_moe"}, records=routed(records())), Path("/runs/x"))
+    assert "balance loss 4.6000 (4 when even), z loss 0.6000, dropped 600 assignments, 1.07 % in all steps" in text
+    assert "routers" not in shown(show_result, result(), Path("/runs/x"))
 
 
 def test_unknown_numbers_are_dashes_and_never_zeros() -> None:

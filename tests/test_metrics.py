@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from finished_runs import PEAK, result
+from finished_runs import PEAK, records, result, routed
 
 from scaling_lab.results.metrics import METRICS, Scale, step_metrics, values
 
@@ -15,6 +15,10 @@ def test_every_metric_of_the_sample_job_is_as_computed_by_hand() -> None:
         "loss": 3.0,
         "grad_norm": 1.5,
         "validation_loss": 3.25,
+        "balance_loss": None,
+        "z_loss": None,
+        "dropped_tokens": None,
+        "dropped_fraction": None,
         "tokens_per_s": 16_384.0,
         "tokens_per_s_per_device": 2_048.0,
         "step_time_s": 0.25,
@@ -37,6 +41,19 @@ def test_every_metric_of_the_sample_job_is_as_computed_by_hand() -> None:
         "cpu_time_per_step_s": 0.5,
     }
     assert values(result()) == pytest.approx(expected)
+
+
+def test_what_routers_report_is_that_of_the_last_step_and_what_they_dropped_a_share_of_all() -> None:
+    found = values(result({"model": "tiny_moe"}, records=routed(records())))
+    assert (found["balance_loss"], found["z_loss"], found["dropped_tokens"]) == (4.6, 0.6, 600)
+    # 100 + 200 + ... + 600 = 2,100 of 6 steps x 4,096 tokens x 2 experts a token x 4 layers
+    assert found["dropped_fraction"] == pytest.approx(2_100 / (6 * 4_096 * 2 * 4))
+
+
+def test_a_step_of_a_mixture_says_what_its_routers_report() -> None:
+    scale = Scale(tokens_per_step=4_096, devices=8, flops_per_token=6_494_976, peak=None)
+    (_, *steps) = [record for record in routed(records()) if record["kind"] == "step"]
+    assert {"balance_loss": 4.2, "z_loss": 0.2, "dropped_tokens": 200}.items() <= step_metrics(steps[0], scale).items()
 
 
 def test_metrics_are_read_from_result_json_alone_and_an_empty_one_has_none() -> None:

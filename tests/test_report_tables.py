@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from finished_runs import environment, records, result, run_folder
+from finished_runs import environment, records, result, routed, run_folder
 from rich.console import Console
 
 from scaling_lab.errors import ConfigError, PlanError, WorkerError
@@ -146,6 +146,13 @@ def test_a_row_has_the_numbers_of_its_run() -> None:
         "compile": "4 s",
     }
     assert dict(zip(titles(alone), row, strict=True)) == expected
+
+
+def test_a_mixture_among_the_runs_adds_what_routers_report() -> None:
+    both = [run("0", result()), run("1", result({"model": "tiny_moe"}, records=routed(records())))]
+    (dense, mixture), shown = cells(both), titles(both)
+    assert shown[-2:] == ["balance", "dropped"]
+    assert (dense[-2:], mixture[-2:]) == (["-", "-"], ["4.6000", "1.07 %"])
 
 
 def test_the_caption_says_that_devices_are_simulated_only_where_they_are() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from experiments import plain
-from finished_runs import PEAK, done, environment, records, result
+from finished_runs import PEAK, done, environment, records, result, routed
 
 from scaling_lab.errors import ConfigError, PlanError, WorkerError
 from scaling_lab.predict.peak import DevicePeak
@@ -132,6 +132,14 @@ def test_the_bubble_is_the_median_of_the_timed_steps_and_null_where_none_was_mea
     )
     assert dict(summary_lines(result({"sharding": "pipeline"}), Path()))["pipeline bubble"] == "- (not measured); planned 20 %"
     assert "pipeline bubble" not in dict(summary_lines(result(), Path()))
+
+
+def test_what_routers_report_is_that_of_every_step_and_null_without_them() -> None:
+    found = result({"model": "tiny_moe"}, records=routed(records()))
+    assert found["measured"]["balance_loss"] == pytest.approx([4.1, 4.2, 4.3, 4.4, 4.5, 4.6])
+    assert found["measured"]["dropped_tokens"] == [100, 200, 300, 400, 500, 600]
+    assert validate(found) == []
+    assert all(result()["measured"][name] is None for name in ("balance_loss", "z_loss", "dropped_tokens"))
 
 
 def test_steps_of_other_processes_are_not_mixed_in() -> None:

@@ -43,6 +43,7 @@ def summary_lines(result: Result, folder: Path) -> list[tuple[str, str]]:
         ("loss", f"{decimal(found['loss'])} after {plural(at(result, 'measured.steps') or 0, 'step')} (nats per token)"),
         ("validation loss", _validation(result)),
         ("gradient norm", decimal(found["grad_norm"])),
+        *_routers(result, found),
         ("tokens/s", f"{count(found['tokens_per_s'])} ({count(found['tokens_per_s_per_device'])} per device)"),
         ("step time", _step_time(found, steps)),
         *_bubble(result),
@@ -69,6 +70,16 @@ def _validation(result: Result) -> str:
         return "- (not evaluated)"
     last = evaluations[-1]
     return f"{decimal(last['loss'])} at step {last['step']}, over {count(last['tokens'])} tokens"
+
+
+def _routers(result: Result, found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What routers report, of a model that has some."""
+    if found["balance_loss"] is None:
+        return []
+    mixtures = at(result, "experiment.model.layers") - at(result, "experiment.model.moe.dense_layers")
+    losses = f"balance loss {decimal(found['balance_loss'], 4)} ({mixtures} when even), z loss {decimal(found['z_loss'], 4)}"
+    dropped = f"dropped {count(found['dropped_tokens'])} assignments, {percent(found['dropped_fraction'])} in all steps"
+    return [("routers", f"{losses}, {dropped}")]
 
 
 def _step_time(found: dict[str, Any], steps: int) -> str:

@@ -77,12 +77,19 @@ OUTCOME = (
     Column("compile", lambda row: _compile(row.found)),
 )
 
+#: Of runs among which there are mixtures of experts.
+ROUTERS = (
+    Column("balance", lambda row: decimal(row.found["balance_loss"], 4)),
+    Column("dropped", lambda row: percent(row.found["dropped_fraction"])),
+)
+
 
 def columns(runs: Sequence[Run]) -> list[Column]:
     """The columns that these runs need: what was asked differently of them, and their folders where that is not enough."""
     keys = different_keys([run.result for run in runs])[:MOST_KEYS]
     identity = [*IDENTITY, *(_of_key(key) for key in keys)]
-    return [*([RUN] if _need_names(runs, identity) else []), *identity, *OUTCOME]
+    routers = ROUTERS if any(at(run.result or {}, "measured.balance_loss") for run in runs) else ()
+    return [*([RUN] if _need_names(runs, identity) else []), *identity, *OUTCOME, *routers]
 
 
 def _of_key(key: str) -> Column:

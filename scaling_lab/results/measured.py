@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from scaling_lab.results.records import Record
-from scaling_lab.results.schema import TIME_PARTS
+from scaling_lab.results.schema import ROUTER_METRICS, TIME_PARTS
 
 
 def measured(
@@ -37,6 +37,7 @@ def measured(
         "bubble_share": _median(step.get("bubble_share") for step in timed),
         "loss": _finite(steps, "loss"),
         "grad_norm": _finite(steps, "grad_norm"),
+        **{name: _reported(steps, name) for name in ROUTER_METRICS},
         "nonfinite_steps": [step["step"] for step in steps if not _is_finite(step.get("loss"))],
         "steps": len(steps),
         "evaluation": _evaluations(records),
@@ -128,6 +129,11 @@ def _evaluations(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 def _finite(steps: Sequence[Record], key: str) -> list[float | None]:
     return [_number(step.get(key)) for step in steps]
+
+
+def _reported(steps: Sequence[Record], key: str) -> list[float | None] | None:
+    """The same of what not every model reports, null where no step has it."""
+    return _finite(steps, key) if any(key in step for step in steps) else None
 
 
 def _number(value: Any) -> Any:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from scaling_lab.results.schema import ROUTER_METRICS
+
 Result = Mapping[str, Any]
 Number = float | int | None
 
@@ -51,7 +53,8 @@ class Scale:
 
 def step_metrics(record: Mapping[str, Any], scale: Scale) -> dict[str, float | int]:
     """What a `step` record says, with the rates of that one step; what is unknown is left out."""
-    row = {key: record.get(key) for key in ("loss", "grad_norm", "lr", "step_time_s", "tokens_seen", "cpu_time_s")}
+    told = ("loss", "grad_norm", *ROUTER_METRICS, "lr", "step_time_s", "tokens_seen", "cpu_time_s")
+    row = {key: record.get(key) for key in told}
     time_s = record.get("step_time_s")
     if time_s:
         tokens_per_s = scale.tokens_per_s(time_s)
@@ -90,12 +93,19 @@ def _last(values: Any) -> Number:
     return values[-1] if values else None
 
 
-def _loss(result: Result) -> Number:
-    return _last(at(result, "measured.loss"))
+def _last_of(path: str) -> Callable[[Result], Number]:
+    return lambda result: _last(at(result, path))
 
 
-def _grad_norm(result: Result) -> Number:
-    return _last(at(result, "measured.grad_norm"))
+def _dropped_fraction(result: Result) -> Number:
+    """Of the assignments of all steps: tokens x experts a token x layers with experts."""
+    dropped, tokens = at(result, "measured.dropped_tokens"), tokens_per_step(result)
+    chosen, layers = at(result, "experiment.model.moe.experts_per_token"), at(result, "experiment.model.layers")
+    known = [count for count in dropped or () if count is not None]
+    if not (known and tokens and chosen and layers):
+        return None
+    mixtures = layers - (at(result, "experiment.model.moe.dense_layers") or 0)
+    return sum(known) / (len(known) * tokens * chosen * mixtures)
 
 
 def _validation_loss(result: Result) -> Number:
@@ -142,9 +152,13 @@ def _path(path: str) -> Callable[[Result], Number]:
 
 
 METRICS = (
-    Metric("loss", "nats/token", "last step", _loss),
-    Metric("grad_norm", "1", "last step, before clipping", _grad_norm),
+    Metric("loss", "nats/token", "last step", _last_of("measured.loss")),
+    Metric("grad_norm", "1", "last step, before clipping", _last_of("measured.grad_norm")),
     Metric("validation_loss", "nats/token", "last evaluation", _validation_loss),
+    Metric("balance_loss", "1", "last step, over layers with experts: 1 each when even", _last_of("measured.balance_loss")),
+    Metric("z_loss", "1", "last step, over layers with experts", _last_of("measured.z_loss")),
+    Metric("dropped_tokens", "assignments", "last step, those to an expert without room", _last_of("measured.dropped_tokens")),
+    Metric("dropped_fraction", "1", "of all steps' assignments of tokens to experts", _dropped_fraction),
     Metric("tokens_per_s", "tokens/s", "global batch x sequence / median step", _tokens_per_s),
     Metric("tokens_per_s_per_device", "tokens/s", "tokens_per_s / devices", _tokens_per_s_per_device),
     Metric("step_time_s", "s", "median of the timed steps", _path("measured.step_time_s")),

@@ -13,6 +13,8 @@ SCHEMA_VERSION = 1
 
 STATUSES = ("ok", "failed", "infeasible")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "send_recv", "broadcast")
+#: What the routers of a mixture report of a step, null for a dense model.
+ROUTER_METRICS = ("balance_loss", "z_loss", "dropped_tokens")
 TIME_PARTS = ("startup", "compile", "untimed_steps", "timed_steps", "evaluation", "checkpoint", "other")
 
 #: How far `time_parts_s` may be from `wall_time_s`, as a fraction of it.
@@ -140,6 +142,7 @@ _MEASURED = _keys(
     collectives=_COLLECTIVES,
     loss=_many(_number),
     grad_norm=_many(_number),
+    **dict.fromkeys(ROUTER_METRICS, _optional(_many(_number))),
     time_parts_s=_keys(**_numbers(*TIME_PARTS)),
     **_RATES,
     **_numbers("mfu_causal", "model_flops_per_s_per_device", "compilations", "tokens_seen", "wall_time_s"),

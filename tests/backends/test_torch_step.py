@@ -16,6 +16,7 @@ from experiments import FOUND, plain
 from scaling_lab.backends.contract import Job
 from scaling_lab.backends.rows import local_batch
 from scaling_lab.backends.torch.loss import IGNORED, cross_entropy_sum
+from scaling_lab.backends.torch.optimizer import square_sum
 from scaling_lab.backends.torch.train import open_session
 from scaling_lab.config import experiment_from
 from scaling_lab.plan.plan import make_plan
@@ -107,3 +108,12 @@ def test_cross_entropy_over_a_split_vocabulary_equals_the_whole_one(torch_ranks)
     for loss, gradient in answers:
         assert loss == pytest.approx(wanted.item(), rel=1e-5)
         np.testing.assert_allclose(gradient, whole.grad.numpy(), atol=1e-5)
+
+
+def test_the_norm_of_millions_of_numbers_is_as_exact_as_that_of_a_few():
+    """As large as an embedding; torch's own float32 norm of the first is 1e-4 too small. The last counts on another device."""
+    random = np.random.default_rng(0)
+    arrays = [random.standard_normal(shape, dtype=np.float32) for shape in ((50257, 64), (3, 5), (1 << 16,), (7,))]
+    found = square_sum([torch.from_numpy(x) for x in arrays], torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.float64))
+    wanted = sum(np.square(x, dtype=np.float64).sum() for x in arrays[:3])
+    assert found.item() == pytest.approx(wanted, rel=2e-6)
