@@ -2,8 +2,9 @@
 
     python benchmarks/choices.py [--steps 8] [--only remat scan]
 
-Each row is one choice with everything else equal: median step times side by side, then memory of a device (JAX: state and
-temporaries of the compiled step; torch: resident memory of all processes by their number) and compile times.
+Each row is one choice with everything else equal: median step times side by side, the processor time of a step (of all processes:
+it tells more than a step's time where other jobs want the cores), memory of a device (JAX: state and temporaries of the compiled
+step; torch: resident memory of all processes by their number) and compile times.
 """
 
 import argparse
@@ -39,8 +40,8 @@ def main():
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--only", nargs="+", default=list(CHOICES), choices=list(CHOICES))
     options = parser.parse_args()
-    print("| experiment | where | step time | memory of a device | compile | same loss |")
-    print("|---|---|---|---|---|---|")
+    print("| experiment | where | step time | processor time | memory of a device | compile | same loss |")
+    print("|---|---|---|---|---|---|---|")
     results = []
     for name in options.only:
         key, *words = CHOICES[name]
@@ -62,7 +63,7 @@ def rows(name, key, results):
     for result, agreement in zip(results, agreements(results), strict=True):
         places.setdefault(_place(result, key), []).append((value_text(result, key), result, agreement))
     for place, found in places.items():
-        cells = [_side_by_side(found, of) for of in (_step, _memory, _compile)]
+        cells = [_side_by_side(found, of) for of in (_step, _processor, _memory, _compile)]
         same = "yes" if all(a is not None and a.is_equal for _, _, a in found) else "no"
         yield f"| `{name}` | {place} | {' | '.join(cells)} | {same} |"
 
@@ -82,6 +83,10 @@ def _side_by_side(found, of):
 
 def _step(result):
     return seconds(at(result, "measured.step_time_s")) if result["status"] == "ok" else result["status"]
+
+
+def _processor(result):
+    return seconds(at(result, "measured.cpu_time_per_step_s"))
 
 
 def _memory(result):

@@ -2,7 +2,8 @@
 
     python benchmarks/cross_entropy.py [--sequence 4096] [--chunks 1 8] [--rounds 3] [--backends jax torch]
 
-All forms run once a round, one after the other, so the machine's drift meets them alike; a time is the median of all rounds' steps.
+All forms run once a round, one after the other, so the machine's drift meets them alike; a time is the median of the rounds, beside it
+the processor time of a step, of all processes, which other jobs disturb less.
 Memory of a device: in JAX the temporaries of the compiled step; in torch, which cannot say on a CPU, the most that a process had
 resident over what it had with 256 tokens. One row of 8,192 tokens has logits of 4.2 GB, and the plain form holds three such tensors:
 the default is half of it, for machines of 16 GiB.
@@ -38,23 +39,26 @@ def main():
     logits = options.sequence * MODEL["vocab"] * 4 / 2**20
     print(f"vocabulary 128,256, {options.sequence:,} tokens a step, float32: logits of {logits:,.0f} MiB")
     print(f"medians of {options.rounds} rounds of 2 steps; load {os.getloadavg()[0]:.1f}; {machine(results[forms[0]][0])}\n")
-    print("| backend | vocabulary | chunks | temporaries of a device | step | loss |")
-    print("|---|---|--:|--:|--:|--:|")
+    print("| backend | vocabulary | chunks | temporaries of a device | step | processor time | loss |")
+    print("|---|---|--:|--:|--:|--:|--:|")
     for form in forms:
         print(row(form, results), flush=True)
 
 
 def row(form, results):
     backend, layout, chunks = form
-    plain, own = (times(results[backend, layout, n]) for n in (min(c for b, v, c in results if (b, v) == form[:2]), chunks))
-    ratio = statistics.median(mine / other for mine, other in zip(own, plain, strict=True))
+    plain = min(other for *where, other in results if tuple(where) == form[:2])
+    cells = [_against(results[form], results[backend, layout, plain], key) for key in ("step_time_s", "cpu_time_per_step_s")]
     loss = results[form][0]["measured"]["loss"][-1]
     kept = f"{temporaries(form, results[form][0]) / 2**20:,.0f} MiB"
-    return f"| {backend} | {layout} | {chunks} | {kept} | {statistics.median(own):.2f} s ({ratio:.2f} x) | {loss:.6f} |"
+    return f"| {backend} | {layout} | {chunks} | {kept} | {' | '.join(cells)} | {loss:.6f} |"
 
 
-def times(results):
-    return [result["measured"]["step_time_s"] for result in results]
+def _against(own, plain, key):
+    """The median of the rounds, and that of the ratios to the plain form within a round."""
+    mine, other = ([result["measured"][key] for result in results] for results in (own, plain))
+    ratio = statistics.median(a / b for a, b in zip(mine, other, strict=True))
+    return f"{statistics.median(mine):.2f} s ({ratio:.2f} x)"
 
 
 def temporaries(form, result):

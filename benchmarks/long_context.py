@@ -25,8 +25,8 @@ def main():
     began = time.perf_counter()
     cases = [(parts, "ring") for parts in options.parts] + [(options.parts[-1], "gather")]
     print(f"{options.sequence:,} tokens a row, one row, simulated devices\n")
-    print("| backend | attention | devices | memory of a device | state, MiB | step, s | loss |")
-    print("|---|---|--:|--:|--:|--:|--:|")
+    print("| backend | attention | devices | memory of a device | state, MiB | step, s | processor time, s | loss |")
+    print("|---|---|--:|--:|--:|--:|--:|--:|")
     result = None
     for backend in options.backends:
         for parts, strategy in cases:
@@ -62,8 +62,8 @@ def row(result, backend, parts, strategy):
         short = trained(backend, parts, strategy, SHORT, 2)["measured"]
         memory = (measured["resident_bytes"] - short["resident_bytes"]) / parts
     name = strategy if parts > 1 else "whole"
-    numbers = f"{memory / 2**20:,.0f} MiB | {state / 2**20:.2f} | {measured['step_time_s']:.1f} | {measured['loss'][-1]:.6f}"
-    return f"{name} | {parts} | {numbers}"
+    seconds = f"{measured['step_time_s']:.1f} | {measured['cpu_time_per_step_s']:.1f}"
+    return f"{name} | {parts} | {memory / 2**20:,.0f} MiB | {state / 2**20:.2f} | {seconds} | {measured['loss'][-1]:.6f}"
 
 
 if __name__ == "__main__":
