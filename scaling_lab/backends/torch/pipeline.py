@@ -1,8 +1,9 @@
 """A step's way through the stages of a pipeline, on `torch.distributed.pipelining`: GPipe, 1F1B and interleaved 1F1B.
 
-Owns the stages of this process, the schedule, and the time in which they compute. A stage is a `Decoder` with a chunk of the layers;
+Owns the stages of this process and the schedule; how long they take: `bubble`. A stage is a `Decoder` with a chunk of the layers;
 between stages travels each device's own part of the residual stream, and what routers have reported so far beside it. Losses are the
-last stage's. Imported only where there is a pipeline: torch's takes long to import.
+last stage's. Torch's stages gather what FSDP stores for every forward pass, keep it from the first backward pass on, and reduce
+gradients once, after the last. Imported only where there is a pipeline: torch's takes long to import.
 
 Over gloo torch's batches of messages are plain sends and receives, one after the other, which both sides order alike.
 """
