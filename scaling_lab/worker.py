@@ -170,7 +170,7 @@ def _finish(state: Run, flight: Flight | None) -> None:
         "step": flight.step,
         **{name: result[name] for name in ("loss", "grad_norm", "lr")},
         "valid_tokens": round(result["valid_tokens"]),
-        **_router_record(result),
+        **_special_record(result),
         "step_time_s": step_time_s,
         "timed": timed,
         "tokens": tokens,
@@ -181,12 +181,10 @@ def _finish(state: Run, flight: Flight | None) -> None:
     _check_finite({name: result[name] for name in ("loss", "grad_norm")}, flight.step)
 
 
-def _router_record(result: dict[str, float]) -> dict[str, float]:
-    """What the routers of a model with experts report."""
-    if "dropped_tokens" not in result:
-        return {}
-    losses = {name: result[name] for name in ("balance_loss", "z_loss")}
-    return {**losses, "dropped_tokens": round(result["dropped_tokens"])}
+def _special_record(result: dict[str, float]) -> dict[str, float]:
+    """What the routers of a model with experts report, and the bubble of a pipeline."""
+    found = {name: result[name] for name in ("balance_loss", "z_loss", "bubble_share") if name in result}
+    return found | {name: round(result[name]) for name in ("dropped_tokens",) if name in result}
 
 
 def _check_finite(values: dict[str, float], step: int) -> None:

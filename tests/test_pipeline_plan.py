@@ -130,6 +130,56 @@ def test_what_does_not_split_is_refused_alike_with_a_change_that_works(changes, 
     assert words in refusal(backend=backend, **changes)
 
 
+TURNS = {"backend": "torch", "workload.pipeline.schedule": "1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words", "change"),
+    [
+        (
+            {**TURNS, "mesh.pipeline": 4, "workload.pipeline.microbatches": 2},
+            "workload.pipeline.microbatches=2 with mesh.pipeline=4: by turns 4 stages need a microbatch each. "
+            "Set workload.pipeline.microbatches=4.",
+            {"workload.pipeline.microbatches": 4},
+        ),
+        (  # 2 rows a device
+            {**TURNS, "mesh.pipeline": 4, "workload.pipeline.microbatches": 2, "workload.global_batch": 4},
+            "Set workload.pipeline.microbatches=null workload.global_batch=8.",
+            {"workload.pipeline.microbatches": None, "workload.global_batch": 8},
+        ),
+        (  # 6 rows a device: 6 microbatches are more than the 4 stages
+            {**TURNS, "mesh.pipeline": 4, "workload.global_batch": 12},
+            "Set workload.global_batch=16, or workload.pipeline.microbatches=6.",
+            {"workload.pipeline.microbatches": 6},
+        ),
+        (  # but not in groups of 4
+            {"backend": "torch", "mesh.pipeline": 4, "model.layers": 8, "workload.global_batch": 12, **INTERLEAVED},
+            "Set workload.global_batch=16.",
+            {"workload.global_batch": 16},
+        ),
+        (
+            {"backend": "torch", "mesh.pipeline": 2, "backend.data_parallel": "ddp"},
+            "backend.data_parallel=ddp with mesh.pipeline=2: it sums the gradients of a whole model, a process has a stage of it. "
+            "Set backend.data_parallel=buckets or mesh.pipeline=1.",
+            {"backend.data_parallel": "buckets"},
+        ),
+    ],
+)
+def test_what_torch_cannot_run_is_refused_with_a_change_that_works(asked, words, change):
+    assert words in refusal(**asked)
+    plan(**{**asked, **change})
+
+
+def test_a_torch_stage_over_fsdp_holds_its_layers_whole_and_the_sum_of_whole_gradients():
+    """Of its bytes, a quarter is stored on each of 4 devices; whole are what is gathered, and the gradients until they are reduced."""
+    layers = sum(p.size for p in decoder.parameters(experiment().model) if p.stacked)
+    last = 4 * (layers // 2 + 256 * 128 + 128)
+    needed = plan(sharding="pipeline_fsdp", backend="torch").bytes_per_device
+    assert (needed["parameters"], needed["gathered"], needed["gradients"]) == (last // 4, last, last + last // 4)
+    one_program = plan(sharding="pipeline_fsdp", backend="jax").bytes_per_device
+    assert one_program["gradients"] == one_program["parameters"]
+
+
 def test_by_turns_with_routers_is_refused_in_jax_alone():
     changes = {"workload.pipeline.schedule": "1f1b", "model": "tiny_moe"}
     assert "Set workload.pipeline.schedule=gpipe or backend=torch." in refusal(backend="jax", **changes)

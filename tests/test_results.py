@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from experiments import plain
@@ -10,6 +11,7 @@ from finished_runs import PEAK, done, environment, records, result, routed
 
 from scaling_lab.errors import ConfigError, PlanError, WorkerError
 from scaling_lab.predict.peak import DevicePeak
+from scaling_lab.report.summary import summary_lines
 from scaling_lab.results.partitioner import rematerializations
 from scaling_lab.results.schema import validate
 
@@ -116,6 +118,20 @@ def test_losses_evaluations_and_tokens_are_those_of_every_step() -> None:
     assert measured["valid_tokens_seen"] == 6 * 3_072
     assert measured["compilations"] == 1
     assert measured["corpus"] == {"sha256": "c0ffee"}
+
+
+def test_the_bubble_is_the_median_of_the_timed_steps_and_null_where_none_was_measured() -> None:
+    assert result()["measured"]["bubble_share"] is None
+    shares = {1: 0.9, 2: 0.8, 3: 0.3, 4: 0.2, 5: 0.25, 6: 0.4}  # the first two are untimed: (0.25 + 0.3) / 2
+    told = [{**r, "bubble_share": shares[r["step"]]} if r["kind"] == "step" else r for r in records()]
+    found = result({"sharding": "pipeline"}, records=told)
+    assert found["measured"]["bubble_share"] == pytest.approx(0.275)
+    # 4 microbatches on 2 stages: planned 1 / 5.
+    assert dict(summary_lines(found, Path()))["pipeline bubble"] == (
+        "27.5 % of the schedule (by processor time, as if no stage shared a core); planned 20 %"
+    )
+    assert dict(summary_lines(result({"sharding": "pipeline"}), Path()))["pipeline bubble"] == "- (not measured); planned 20 %"
+    assert "pipeline bubble" not in dict(summary_lines(result(), Path()))
 
 
 def test_what_routers_report_is_that_of_every_step_and_null_without_them() -> None:

@@ -60,6 +60,9 @@ class Pending(Protocol):
 
         A train step of a model with experts also gives `balance_loss` and `z_loss` (`models.moe`; means over the rows of the global
         batch, before their coefficients, and not part of `loss`) and `dropped_tokens` (assignments without room, over all layers).
+
+        A train step of a pipeline also gives, where the backend can tell, `bubble_share`: the share of the schedule's time in which
+        a stage has nothing to do, the mean over stages; on simulated devices as if no two shared a core (`torch.bubble`).
         """
         ...
 

@@ -35,6 +35,28 @@ def check_axes(parameters: tuple[Parameter, ...], rules: Rules, mesh: Mesh, role
         raise PlanError("the sharding table cannot lay out:\n" + "\n".join(f"  {fault}" for fault in faults))
 
 
+def check_axis_types(experiment: Experiment, parameters: tuple[Parameter, ...], rules: Rules, mesh: Mesh) -> None:
+    """What JAX refuses, or does not follow, where layouts are part of types."""
+    if experiment.backend.axis_types != "explicit":
+        return
+    differing = {
+        f"sharding.gradients.{row}=[{', '.join(rules.gradients[row])}] is not sharding.weights.{row}=[{', '.join(rules.weights[row])}]"
+        for p in parameters
+        if rules.weight_layout("gradients", p.axes).real(mesh) != rules.weight_layout("weights", p.axes).real(mesh)
+        for row in p.axes
+        if row and rules.gradients[row] != rules.weights[row]
+    }
+    faults = [f"{fault}: a gradient's type has the layout of its weight's" for fault in sorted(differing)]
+    faults += [
+        f"mesh.{axis}={mesh.size(axis)} splits sharding.weights.layers: types do not follow rows through the stages of a pipeline"
+        for axis in mesh.real_axes
+        if axis in rules.weights["layers"]
+    ]
+    if faults:
+        told = "\n".join(f"  {fault}" for fault in faults)
+        raise PlanError(f"backend.axis_types=explicit does not go with:\n{told}\nSet backend.axis_types=auto.")
+
+
 def _check_idle(rules: Rules, mesh: Mesh, roles: dict[str, tuple[str, ...]]) -> None:
     idle = [axis for axis, axis_roles in roles.items() if reading.is_idle(axis_roles)]
     if not idle:

@@ -10,7 +10,7 @@ from scaling_lab.plan.experiment import Experiment
 
 #: Keys that one backend has, with their usual values; null in the other.
 BACKEND_KEYS: dict[str, dict[str, bool | str]] = {
-    "jax": {"module": "flax", "scan_layers": True, "partitioner": "shardy"},
+    "jax": {"module": "flax", "axis_types": "auto", "scan_layers": True, "partitioner": "shardy"},
     "torch": {"compile": False, "reshard_after_forward": True, "data_parallel": "buckets"},
 }
 

@@ -168,6 +168,7 @@ class BackendConfig:
     """processes: how many worker processes a host gets. Keys below it belong to one backend and are null in the other.
 
     module (jax): the library whose modules hold the weights
+    axis_types (jax): who decides where results lie between constraints, XLA's partitioner (`auto`) or types (`explicit`)
     scan_layers (jax): one scanned layer body instead of an unrolled stack; partitioner (jax): which of XLA's splits the program
     compile (torch): torch.compile each layer; reshard_after_forward (torch): FSDP frees a gathered layer until its backward pass
     data_parallel (torch): who sums the gradients of whole weights, `buckets` of the lab's or `ddp`, torch's own wrapper
@@ -178,6 +179,7 @@ class BackendConfig:
     processes: Literal["per_host", "per_device"]
     attention: Literal["fused", "plain"]
     module: Literal["flax", "equinox"] | None
+    axis_types: Literal["auto", "explicit"] | None
     scan_layers: bool | None
     partitioner: Literal["shardy", "gspmd"] | None
     compile: bool | None

@@ -62,6 +62,8 @@ def bytes_per_device(
 
     parameters: as stored; gradients: one copy as reduced; optimizer: its state; gathered: the compute copies of the largest
     layer and of what lies outside the layers, where these differ from the stored ones; activations: see `activation_bytes`.
+    Stages with a program each (torch) gather all of their layers and add up whole gradients until the last microbatch is done,
+    and then reduce these once.
     """
     plans = tuple(plans)
     stages = (
@@ -78,11 +80,14 @@ def _bytes_of_stage(
     copies = OPTIMIZER_COPIES[experiment.workload.optimizer.name]
     if experiment.workload.optimizer.name == "sgd" and experiment.workload.optimizer.momentum:
         copies = 1
+    kept = split.stages > 1 and not split.one_program
+    whole = sum(_local(p, p.compute, mesh) for p in plans if p.compute != p.weights) if kept else 0
     parts = {
         "parameters": stored * sum(_local(p, p.weights, mesh) for p in plans),
-        "gradients": stored * sum(_local(p, p.gradients, mesh) for p in plans),
+        "gradients": stored * sum(_local(p, p.gradients, mesh) for p in plans)
+        + DTYPE_BYTES[experiment.workload.precision.reduce] * whole,
         "optimizer": stored * copies * sum(_local(p, p.optimizer, mesh) for p in plans),
-        "gathered": _gathered(experiment, plans, mesh),
+        "gathered": DTYPE_BYTES[experiment.workload.precision.compute] * whole if kept else _gathered(experiment, plans, mesh),
         "activations": activation_bytes(experiment, rules, mesh, split, stage),
     }
     return {"total": sum(parts.values()), **parts}
@@ -112,7 +117,8 @@ def activation_bytes(experiment: Experiment, rules: Rules, mesh: Mesh, split: Pi
     products only; `full`: nothing more. Outside: logits and their gradient in float32, of one loss chunk. After Korthikanti et al. 2022
     (arXiv 2205.05198), section 4, without dropout and with fused attention. Experts: as if their tokens were spread evenly over
     the devices, each token's input and output once for each of its experts. A pipeline's stage: its layers for as many of the
-    pipeline's microbatches as `in_flight` says, and in one program all rows between the stages, twice.
+    pipeline's microbatches as `in_flight` says, and all rows between the stages: in one program twice, else (torch) what comes to
+    each chunk from the one before and from the one after.
     """
     model, workload = experiment.model, experiment.workload
     rows, sequence = workload.global_batch // workload.accumulation // split.microbatches, workload.sequence
@@ -142,6 +148,8 @@ def activation_bytes(experiment: Experiment, rules: Rules, mesh: Mesh, split: Pi
         ending = split.vocab_spread if split.by_turns else split.spread
         logits = logits * (1 if split.by_turns else split.microbatches) // (split.stages if ending else 1)
     elif split.stages > 1:
+        comes = 2 * split.virtual_stages - (stage == 0) - (stage == split.stages - 1)
+        size += comes * split.microbatches * residual
         logits *= split.logits_in_flight if stage == split.stages - 1 else 0
     return DTYPE_BYTES[workload.precision.compute] * size + logits
 

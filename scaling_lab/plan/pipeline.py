@@ -159,6 +159,11 @@ def faults(experiment: Experiment, rules: Rules, mesh: Mesh) -> Iterator[str]:
             f"model.moe.dense_layers={model.moe.dense_layers} with {sizes}: the layers of a pipeline's stages must all be of one "
             f"kind. Set model.moe.dense_layers=0 or mesh.{axes[0]}=1."
         )
+    if experiment.backend.data_parallel == "ddp":
+        yield (
+            f"backend.data_parallel=ddp with {sizes}: it sums the gradients of a whole model, a process has a stage of it. "
+            f"Set backend.data_parallel=buckets or mesh.{axes[0]}=1."
+        )
     if model.moe and asked.schedule == "1f1b" and experiment.backend.name == "jax":
         yield (
             "workload.pipeline.schedule=1f1b with model.moe: in JAX its backward pass is written out without the routers' losses. "
@@ -171,7 +176,7 @@ def faults(experiment: Experiment, rules: Rules, mesh: Mesh) -> Iterator[str]:
             f"model.layers={model.layers} over {sizes}{virtual}: a stage would have no layer. "
             f"Set mesh.{axes[0]}={max(1, model.layers // chunks)} or model.layers={stages * chunks}."
         )
-    yield from _microbatch_faults(asked, stages, sizes, _rows(experiment, rules, mesh))
+    yield from _microbatch_faults(experiment, stages, sizes, _rows(experiment, rules, mesh))
 
 
 def _schedule_faults(asked: Pipeline, stages: int, sizes: str) -> Iterator[str]:
@@ -182,32 +187,43 @@ def _schedule_faults(asked: Pipeline, stages: int, sizes: str) -> Iterator[str]:
             f"workload.pipeline.virtual_stages={asked.virtual_stages} needs schedule=interleaved, not {asked.schedule}. "
             f"Set workload.pipeline.virtual_stages=null or workload.pipeline.schedule=interleaved."
         )
-    if asked.schedule == "interleaved" and asked.microbatches and asked.microbatches % stages:
-        near = max(1, asked.microbatches // stages) * stages
-        yield (
-            f"workload.pipeline.microbatches={asked.microbatches} with {sizes}: interleaved stages take microbatches in groups of "
-            f"{stages}. Set workload.pipeline.microbatches={near}."
-        )
 
 
-def _microbatch_faults(asked: Pipeline, stages: int, sizes: str, rows: int | None) -> Iterator[str]:
+def _microbatch_faults(experiment: Experiment, stages: int, sizes: str, rows: int | None) -> Iterator[str]:
     """rows: of a device, None where the batch does not split, which `plan.batch` says."""
-    if not rows:
+    asked = experiment.workload.pipeline
+    wanted, key = asked.microbatches, f"workload.pipeline.microbatches={asked.microbatches}"
+    if not rows or (wanted is None and _usual(rows, stages)):
         return
-    wanted = asked.microbatches or rows
-    if rows % wanted:
-        fitting = [n for n in range(1, rows + 1) if rows % n == 0]
-        near = min(fitting, key=lambda n: abs(n - wanted))
-        yield (
-            f"workload.pipeline.microbatches={wanted} does not divide the {rows} rows of a device "
-            f"(workload.global_batch / workload.accumulation / what splits the batch). Set workload.pipeline.microbatches={near}."
-        )
-    if asked.microbatches is None and not _usual(rows, stages):
+    enough = experiment.workload.global_batch // rows * -(-rows // stages) * stages
+    fitting = [n for n in range(1, rows + 1) if rows % n == 0 and not _groups_fault(asked.schedule, n, stages)]
+    if wanted is None:
+        largest = f", or workload.pipeline.microbatches={fitting[-1]}" if fitting else ""
         yield (
             f"{sizes}: the {rows} rows of a device do not divide into {stages} microbatches or a multiple, which would keep every "
-            f"stage at work. Set workload.global_batch to a multiple of {stages} times as many, or workload.pipeline.microbatches="
-            f"{max(n for n in range(1, rows + 1) if rows % n == 0)}."
+            f"stage at work. Set workload.global_batch={enough}{largest}."
         )
+        return
+    near = min(fitting, key=lambda n: abs(n - wanted), default=None)
+    change = f"workload.pipeline.microbatches={near}"
+    if near is None:
+        change = f"workload.pipeline.microbatches=null workload.global_batch={enough}"
+    if rows % wanted:
+        yield (
+            f"{key} does not divide the {rows} rows of a device (workload.global_batch / workload.accumulation / what splits the "
+            f"batch). Set {change}."
+        )
+    elif fault := _groups_fault(asked.schedule, wanted, stages):
+        yield f"{key} with {sizes}: {fault}. Set {change}."
+
+
+def _groups_fault(schedule: str, microbatches: int, stages: int) -> str | None:
+    """Why a schedule does not take so many microbatches."""
+    if schedule == "interleaved" and microbatches % stages:
+        return f"interleaved stages take microbatches in groups of {stages}"
+    if schedule == "1f1b" and microbatches < stages:
+        return f"by turns {stages} stages need a microbatch each"
+    return None
 
 
 def _rows(experiment: Experiment, rules: Rules, mesh: Mesh) -> int | None:

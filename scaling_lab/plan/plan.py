@@ -76,6 +76,7 @@ def make_plan(experiment: Experiment, found: Found) -> Plan:
     mesh = auto.resolve(experiment.mesh, rules, found.devices, experiment.hardware.devices_per_host)
     roles = reading.roles(parameters, rules, mesh)
     checks.check_axes(parameters, rules, mesh, roles)
+    checks.check_axis_types(experiment, parameters, rules, mesh)
     faults = [
         *sizes.size_faults(experiment, parameters, rules, mesh),
         *batch.faults(experiment.workload, rules, mesh),

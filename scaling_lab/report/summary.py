@@ -46,6 +46,7 @@ def summary_lines(result: Result, folder: Path) -> list[tuple[str, str]]:
         *_routers(result, found),
         ("tokens/s", f"{count(found['tokens_per_s'])} ({count(found['tokens_per_s_per_device'])} per device)"),
         ("step time", _step_time(found, steps)),
+        *_bubble(result),
         ("MFU", _mfu(result, found)),
         *_stale_peak(result, found["mfu"]),
         *_rematerialized(result),
@@ -86,6 +87,18 @@ def _step_time(found: dict[str, Any], steps: int) -> str:
         return "- (no timed step)"
     spread = f"p10 {seconds(found['step_time_p10_s'])}, p90 {seconds(found['step_time_p90_s'])}"
     return f"{seconds(found['step_time_s'])} median, {spread}, {plural(steps, 'timed step')}"
+
+
+def _bubble(result: Result) -> list[tuple[str, str]]:
+    """Of a pipeline: how long its stages had nothing to do, beside what arithmetic says."""
+    if not at(result, "plan.pipeline"):
+        return []
+    planned = f"planned {percent(at(result, 'plan.pipeline.bubble_share'))}"
+    found = at(result, "measured.bubble_share")
+    if found is None:
+        return [("pipeline bubble", f"- (not measured); {planned}")]
+    how = "by processor time, as if no stage shared a core" if at(result, "environment.simulated") else "by the clock"
+    return [("pipeline bubble", f"{percent(found)} of the schedule ({how}); {planned}")]
 
 
 def _mfu(result: Result, found: dict[str, Any]) -> str:

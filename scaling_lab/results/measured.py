@@ -6,6 +6,7 @@ A job that failed has as much of it as its records tell; what they do not tell i
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ def measured(
     ends = _ends(records)
     return {
         **_step_time([step["step_time_s"] for step in timed if step.get("step_time_s") is not None]),
+        "bubble_share": _median(step.get("bubble_share") for step in timed),
         "loss": _finite(steps, "loss"),
         "grad_norm": _finite(steps, "grad_norm"),
         **{name: _reported(steps, name) for name in ROUTER_METRICS},
@@ -161,6 +163,11 @@ def _sum(found: Iterable[Any]) -> Any:
 def _all(found: Iterable[bool | None]) -> bool | None:
     known = [value for value in found if value is not None]
     return all(known) if known else None
+
+
+def _median(found: Iterable[Any]) -> Any:
+    known = [value for value in found if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _max(found: Iterable[Any]) -> Any:

@@ -37,6 +37,7 @@ RUN = [
 LOWERED = [
     ("llama", "fsdp_tensor_context", {}),
     ("llama", "pipeline_fsdp", KEPT),
+    ("llama", "pipeline_fsdp", {"workload.pipeline.schedule": "1f1b"}),
     ("llama packed", "context", UNROLLED),
     ("gpt2", "single", {**UNROLLED, **AGAIN}),
     ("gpt2", "zero2", KEPT),

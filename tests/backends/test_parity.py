@@ -22,7 +22,7 @@ TABLES = sorted(path.stem for path in Path(CONF / "sharding").glob("*.yaml"))
 MESHES = {"hsdp": "data2_fsdp4"}
 MODELS = ("llama", "gpt2")
 #: Tables that split neither the vocabulary, the mlp nor the sequence, and so take any size of those.
-WHOLE_TABLES = ("single", "data", "zero1", "zero2", "fsdp", "hsdp", "expert", "fsdp_expert")
+WHOLE_TABLES = ("single", "data", "zero1", "zero2", "fsdp", "hsdp", "expert", "fsdp_expert", "pipeline", "pipeline_fsdp")
 AWKWARD = {"model.layers": 3, "model.vocab": 257, "model.mlp": 100, "workload.sequence": 15}
 
 

@@ -117,7 +117,7 @@ class TorchPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["scaling_lab.backends.torch.train"])
+        context.set_forkserver_preload(["scaling_lab.backends.torch.train", "scaling_lab.backends.torch.pipeline"])
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         for rank in range(self.size):

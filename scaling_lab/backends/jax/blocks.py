@@ -75,7 +75,7 @@ def cut(tree: Tree, part: slice) -> Tree:
 
 
 def _nothing(visiting: Tree) -> Tree:
-    return tuple(jnp.zeros(x.shape, jnp.float32) for x in visiting[:2])
+    return tuple(jnp.zeros_like(x, jnp.float32) for x in visiting[:2])  # alike in layout too, where types have one
 
 
 def _causal_rows(asking: Tree) -> list[tuple[slice, jax.Array]]:

@@ -52,10 +52,12 @@ def _over_heads(query, key, value, documents, *, form: str, on: Placement) -> ja
     def exchanged(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         batch, sequence, heads, dim = on.plan.rules.activation_layout(axes).real(on.plan.mesh).dims
         left = tuple(axis for axis in sequence if axis not in split.axes)
-        named = on.named(Layout((batch, left, (*heads, *split.axes), dim)))
-        return jax.lax.with_sharding_constraint(on.constrain(x, axes), named)
+        return on.laid_out(on.constrain(x, axes), Layout((batch, left, (*heads, *split.axes), dim)))
 
     query, key, value = exchanged(query, QUERY), exchanged(key, KEY_VALUE), exchanged(value, KEY_VALUE)
+    if documents is not None:  # numbers of all tokens, for each token's scores
+        batch, sequence = on.activation(("batch", "sequence")).dims
+        documents = on.laid_out(documents, Layout((batch, tuple(axis for axis in sequence if axis not in split.axes))))
     return exchanged(attention.attend(query, key, value, documents, form=form, platform=on.plan.platform), QUERY)
 
 

@@ -47,7 +47,8 @@ class LatentAttention:
         kept, turning = jnp.split(query, [latent.nope_dim], axis=-1)
         query = jnp.concatenate([kept, rotary(turning, tables)], axis=-1)
         turned = rotary(turned[:, :, None], tables)  # (b, t, 1, rope_dim), of all heads
-        key = jnp.concatenate([key, jnp.broadcast_to(turned, (*key.shape[:3], latent.rope_dim))], axis=-1)  # (b, t, h, d)
+        turned = on.constrain(jnp.broadcast_to(turned, (*key.shape[:3], latent.rope_dim)), HEADS)
+        key = jnp.concatenate([key, turned], axis=-1)  # (b, t, h, d)
         query, key, value = (on.constrain(y, HEADS) for y in (query, key, value))
         mixed = on.constrain(context.attend(query, key, value, documents, form=self.form, on=on), HEADS)  # (b, t, h, v)
         return product(on, "bthv,hve->bte", mixed, self.output)

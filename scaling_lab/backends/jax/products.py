@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from scaling_lab.backends.jax import typed
 from scaling_lab.backends.jax.sharding import Placement
 from scaling_lab.plan.experiment import Precision
 from scaling_lab.plan.layout import Layout
@@ -64,7 +65,7 @@ class Use:
     @property
     def einsum(self) -> Any:
         """The product, as exact as asked."""
-        return partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST) if self.exact else jnp.einsum
+        return partial(typed.einsum, self.placement, precision=jax.lax.Precision.HIGHEST if self.exact else None)
 
     def gather(self, stored: jax.Array) -> jax.Array:
         """The weight in the compute dtype and layout."""
@@ -148,7 +149,8 @@ def _product_backward(equation, how, saved, dy):
     inputs, output = equation.split("->")
     left, right = inputs.split(",")
     dx = how.einsum(f"{output},{right}->{left}", dy, how.gather(stored))
-    dw = how.einsum(f"{left},{output}->{right}", x, dy, preferred_element_type=how.reduce_dtype)
+    wanted = how.placement.weight_layout(how.name, "gradients", stored.ndim)
+    dw = how.einsum(f"{left},{output}->{right}", x, dy, wanted, preferred_element_type=how.reduce_dtype)
     return dx, how.scatter(dw).astype(stored.dtype)
 
 
@@ -157,18 +159,18 @@ _product.defvjp(_product_forward, _product_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _lookup(how: Use, stored: jax.Array, indices: jax.Array) -> jax.Array:
-    return how.gather(stored)[indices]
+    return typed.taken(how.placement, how.gather(stored), indices)
 
 
 def _lookup_forward(how, stored, indices):
-    return how.gather(stored)[indices], (stored, indices)
+    return typed.taken(how.placement, how.gather(stored), indices), (stored, indices)
 
 
 def _lookup_backward(how, saved, dy):
     stored, indices = saved
-    gradient = jnp.zeros(stored.shape, how.reduce_dtype).at[indices].add(dy.astype(how.reduce_dtype))
     # Summed whole before it is cut: the partitioner would rather gather the activations to where each part of the table lies.
-    whole = how.placement.constrain_weight(gradient, how.name, "compute")
+    computed = how.placement.weight_layout(how.name, "compute", stored.ndim)
+    whole = typed.added(how.placement, stored.shape, indices, dy.astype(how.reduce_dtype), computed)
     return how.scatter(whole).astype(stored.dtype), None
 
 

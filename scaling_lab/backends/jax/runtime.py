@@ -26,13 +26,13 @@ def join(job: Job) -> Mesh:
         _initialize(job)
     devices = _devices(job.plan)
     _check_own(job, devices)
-    return mesh_of(job.plan, devices)
+    return mesh_of(job.plan, devices, explicit=job.experiment.backend.axis_types == "explicit")
 
 
-def mesh_of(plan: Plan, devices: list[jax.Device]) -> Mesh:
-    """The plan's mesh over these devices, row-major, every axis left to the partitioner between constraints (Auto)."""
-    shape = plan.mesh.shape
-    return Mesh(np.array(devices, dtype=object).reshape(shape), plan.mesh.names, axis_types=(AxisType.Auto,) * len(shape))
+def mesh_of(plan: Plan, devices: list[jax.Device], *, explicit: bool = False) -> Mesh:
+    """The plan's mesh over these devices, row-major, every axis left to the partitioner between constraints, or `explicit`."""
+    shape, kind = plan.mesh.shape, AxisType.Explicit if explicit else AxisType.Auto
+    return Mesh(np.array(devices, dtype=object).reshape(shape), plan.mesh.names, axis_types=(kind,) * len(shape))
 
 
 #: Libraries whose versions are told, those of them that a process has loaded.

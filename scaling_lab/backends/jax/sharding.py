@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from scaling_lab.backends.jax.stacks import drawn
@@ -43,6 +43,11 @@ class Placement:
     def named(self, layout: Layout) -> NamedSharding:
         """The sharding of a layout on this mesh."""
         return NamedSharding(self.mesh, PartitionSpec(*(axes or None for axes in layout.dims)))
+
+    @property
+    def explicit(self) -> bool:
+        """Whether layouts are part of types, so that an operation that could go several ways must be told where its result lies."""
+        return AxisType.Explicit in self.mesh.axis_types
 
     @property
     def replicated(self) -> NamedSharding:
@@ -83,7 +88,8 @@ class Placement:
 
     def laid_out(self, x: jax.Array, layout: Layout) -> jax.Array:
         """An array, laid out."""
-        return jax.lax.with_sharding_constraint(x, self.named(layout))
+        move = jax.sharding.reshard if self.explicit else jax.lax.with_sharding_constraint
+        return move(x, self.named(layout))
 
     def constrain(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         """An activation, laid out as the table says for its logical axes."""
@@ -93,11 +99,15 @@ class Placement:
 
     def constrain_weight(self, x: jax.Array, name: str, column: str) -> jax.Array:
         """A tensor shaped as a parameter, or as one layer of it, laid out as a column (or `compute`) says."""
+        return self.laid_out(x, self.weight_layout(name, column, x.ndim))
+
+    def weight_layout(self, name: str, column: str, num_dims: int) -> Layout:
+        """The layout of a tensor with so many dims, shaped as a parameter, or as one layer of it."""
         layout: Layout = getattr(self.planned[name], column)
-        if x.ndim == len(layout.dims) - 1:
+        if num_dims == len(layout.dims) - 1:
             layout = self.layer_layout(name, column)
-        assert len(layout.dims) == x.ndim, (name, x.shape)
-        return self.laid_out(x, layout)
+        assert len(layout.dims) == num_dims, (name, num_dims)
+        return layout
 
     def layer_layout(self, name: str, column: str) -> Layout:
         """The layout of one layer of a stacked parameter, as a column (or `compute`) says."""

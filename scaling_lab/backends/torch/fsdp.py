@@ -48,7 +48,9 @@ def wrap(root: nn.Module, layers: Sequence[Layer], on: Placement, *, reshard: bo
         own = [p for p in unit.parameters() if p in stored and p not in taken]
         if own or unit is root:
             # The last layer's weights are wanted again as soon as the backward pass begins.
-            _wrap_unit(unit, {p: stored[p] for p in own}, ignored, on, keep=not reshard or unit in last or unit is root)
+            # A root that only ties the layers together communicates nothing: any mesh will do.
+            mesh = _mesh({p: stored[p] for p in own or list(stored)[:1]}, on)
+            _wrap_unit(unit, mesh, stored, ignored, on, keep=not reshard or unit in last or unit is root)
         taken.update(own)
     return True
 
@@ -72,12 +74,18 @@ def _ways(parameters: Iterable[nn.Parameter], stored: Mapping[nn.Parameter, Piec
 
 
 def _wrap_unit(
-    unit: nn.Module, stored: dict[nn.Parameter, Piece], ignored: set[nn.Parameter], on: Placement, *, keep: bool
+    unit: nn.Module,
+    mesh: DeviceMesh,
+    stored: Mapping[nn.Parameter, Piece],
+    ignored: set[nn.Parameter],
+    on: Placement,
+    *,
+    keep: bool,
 ) -> None:
     precision = on.precision
     fully_shard(
         unit,
-        mesh=_mesh(stored, on),
+        mesh=mesh,
         reshard_after_forward=not keep,
         shard_placement_fn=lambda parameter: _shard(stored[parameter]),
         mp_policy=MixedPrecisionPolicy(
@@ -111,8 +119,6 @@ def _mesh(stored: dict[nn.Parameter, Piece], on: Placement) -> DeviceMesh:
             f"the torch backend stores a layer, or what is outside the layers, over the same axes: {listed}. Give the rows of "
             f"sharding.weights that these parameters share with no activation the same axes."
         )
-    if not ways:
-        return on.submesh(on.plan.mesh.real_axes)  # a root that only ties the layers together
     (axes, copies), _ = ways.popitem()
     shard = on.submesh(axes)
     return DeviceMesh._concatenate([on.submesh(copies), shard]) if copies else shard

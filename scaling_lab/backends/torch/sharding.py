@@ -56,6 +56,17 @@ class Placement:
         return self.plan.mesh.coordinates(self.process)
 
     @cached_property
+    def stage(self) -> int:
+        """The pipeline stage of this process's device; 0 where there is one."""
+        return self.plan.mesh.part(self.plan.pipeline.axes, self.place)
+
+    @property
+    def chunks(self) -> range:
+        """Which of the pipeline's chunks of layers are here."""
+        split = self.plan.pipeline
+        return range(self.stage, len(split.chunks), split.stages)
+
+    @cached_property
     def compute_axes(self) -> tuple[str, ...]:
         """Mesh axes that split the computation on the same tokens, outermost first."""
         rules, mesh = self.plan.rules, self.plan.mesh
@@ -98,6 +109,13 @@ class Placement:
         if x.placements == placements and not any(p.is_replicate() for p in placements):
             return x
         return x.redistribute(placements=placements)
+
+    def assembled(self, local: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """An activation from this device's own part of it; the gradient of that is whole where the activation is."""
+        if self.compute_mesh is None:
+            return local
+        layout = self.plan.rules.activation_layout(axes)
+        return DTensor.from_local(local, self.compute_mesh, self.placements(layout), run_check=False)
 
     def split_axes(self, name: str) -> tuple[str, ...]:
         """The compute axes that split a parameter."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaling_lab.backends.contract import Batch, Job
-from scaling_lab.backends.torch import ddp, fsdp, runtime, weights
+from scaling_lab.backends.torch import ddp, fsdp, runtime, stages, weights
 from scaling_lab.backends.torch.loss import IGNORED
 from scaling_lab.backends.torch.moe import REPORTED
 from scaling_lab.backends.torch.optimizer import make_optimizer, scale_gradients, set_learning_rate, square_sum, state_bytes
@@ -23,6 +23,12 @@ from scaling_lab.backends.torch.sharding import Placement, check_supported
 from scaling_lab.backends.torch.transformer import Decoder
 from scaling_lab.plan.layout import Layout
 from scaling_lab.plan.schedule import learning_rate
+
+
+def _pipeline(decoders: list[Decoder], on: Placement) -> Any:
+    from scaling_lab.backends.torch.pipeline import Pipeline  # torch's takes a second to import
+
+    return Pipeline(decoders, on)
 
 
 def open_session(job: Job) -> TorchSession:
@@ -58,27 +64,33 @@ class TorchSession:
         experiment = job.experiment
         self.job, self.world = job, world
         self.on = on = Placement(job.plan, experiment.workload.precision, world, job.process)
-        self.decoder = Decoder(experiment, on)
+        stages.meet(on)
+        self.decoders = [Decoder(experiment, on, chunk) for chunk in on.chunks]
         reshard = bool(experiment.backend.reshard_after_forward)
-        self.wrapped = fsdp.wrap(self.decoder, self.decoder.every_layer(), on, reshard=reshard)
-        self.decoder.to_empty(device=world.device)
-        self.pieces = weights.pieces_of(self.decoder, on)
+        self.wrapped = [decoder for decoder in self.decoders if fsdp.wrap(decoder, decoder.every_layer(), on, reshard=reshard)]
+        for decoder in self.decoders:
+            decoder.to_empty(device=world.device)
+        self.pieces = [piece for decoder in self.decoders for piece in weights.pieces_of(decoder, on)]
         with torch.no_grad():
             weights.place_initial(self.pieces, on, experiment.workload.seed)
         alone = world.mesh is None
-        self.model = self.decoder if not self._uses_ddp or alone else ddp.wrapped(self.decoder, self.pieces, on)
-        self.buckets = buckets_of(self.pieces, on, summed=self.model is not self.decoder)
+        whole = self.decoders[0]
+        self.model = whole if not self._uses_ddp or alone else ddp.wrapped(whole, self.pieces, on)
+        self.pipeline = None if job.plan.pipeline.stages == 1 else _pipeline(self.decoders, on)
+        self.buckets = buckets_of(self.pieces, on, summed=self.model is not whole)
         self.in_buckets = [piece for bucket in self.buckets for piece in bucket.pieces]
         self.stepped = [x for bucket in self.buckets for x in bucket.stepped]
         self.optimizer = make_optimizer(experiment.workload.optimizer, self.in_buckets, self.stepped)
-        counted = [on.first_along_others(piece.layout("optimizer").axes) for piece in self.in_buckets]
+        counted = [piece.counts(on) for piece in self.in_buckets]
         self.counted = torch.tensor(counted, dtype=torch.float64, device=world.device)
         moe = experiment.model.moe
         self.coefficients = (moe.balance_loss, moe.z_loss, 0.0) if moe else ()  # of what routers report
-        self.counts_tokens = on.first_along_others(job.plan.rules.divided_axes)
+        split = job.plan.pipeline  # whose last stage has the losses
+        self.counts_tokens = on.first_along_others((*job.plan.rules.divided_axes, *split.axes)) and on.stage == split.stages - 1
         self.steps_done = 0
         if experiment.backend.compile:
-            self.decoder.compile_parts()
+            for decoder in self.decoders:
+                decoder.compile_parts()
 
     @property
     def _uses_ddp(self) -> bool:
@@ -123,8 +135,8 @@ class TorchSession:
         """Loss of one batch with the present weights."""
         with torch.no_grad():
             totals = self._total(self._sums(batch, backward=False))
-        if self.wrapped:
-            self.decoder.reshard()  # type: ignore[operator]
+        for decoder in self.wrapped:
+            decoder.reshard()  # type: ignore[operator]
         return Read({}, {name: totals[name] for name in ("loss_sum", "valid_tokens")})
 
     def compilations(self) -> int | None:
@@ -133,7 +145,7 @@ class TorchSession:
 
     def layouts(self) -> dict[str, Layout]:
         """Read from the tensors."""
-        return weights.layouts(self.pieces, self.on)
+        return stages.joined_layouts(weights.layouts(self.pieces, self.on), self.pieces, self.on)
 
     def bytes_per_device(self) -> dict[str, int | None]:
         """GPU: the allocator's peaks. CPU: what can be counted of live tensors; activations and so the total are unknown."""
@@ -158,11 +170,13 @@ class TorchSession:
         totals, gradients = self._reduced(batch)
         count = totals["valid_tokens"].clamp(min=1)
         means = [(gradient.double() / count).float() for gradient in gradients]
-        return Read({}, totals).result(), weights.gather(tuple(self.in_buckets), means, "optimizer", self.on)
+        own = weights.gather(tuple(self.in_buckets), means, "optimizer", self.on)
+        return Read({}, totals).result(), stages.joined(own, self.on)
 
     def weights(self) -> Mapping[str, np.ndarray]:
         """Every parameter, whole."""
-        return weights.gather(tuple(self.pieces), [piece.local for piece in self.pieces], "weights", self.on)
+        own = weights.gather(tuple(self.pieces), [piece.local for piece in self.pieces], "weights", self.on)
+        return stages.joined(own, self.on)
 
     def replica_digests(self) -> dict[str, str]:
         """See `weights.digests`."""
@@ -178,15 +192,20 @@ class TorchSession:
         with torch.no_grad():
             taken = iter(take_gradients(self.in_buckets, self.on))
             gradients = [g for bucket in self.buckets for g in bucket.reduce([next(taken) for _ in bucket.pieces])]
-            totals = self._total(sums, squares=square_sum(gradients, self.counted))
+            stages.sum_shared(self.in_buckets, gradients, self.on)
+            times = self.pipeline.stopwatch.summands() if self.pipeline else {}
+            totals = self._total(sums, squares=square_sum(gradients, self.counted), **times)
+            bubble = self.pipeline.stopwatch.share(totals) if self.pipeline else {}
             divisor = totals["valid_tokens"].clamp(min=1)
             metrics = {"loss": totals.pop("loss_sum") / divisor, "grad_norm": totals.pop("squares").sqrt() / divisor}
             rows = self.job.experiment.workload.global_batch
             losses = {name: totals[name] / rows for name in totals if name.endswith("_loss")}
-            return {**metrics, **totals, **losses}, gradients
+            return {**metrics, **totals, **losses, **bubble}, gradients
 
     def _sums(self, batch: Batch, *, backward: bool = True) -> dict[str, Tensor]:
         """Sums over this process's rows, float64: losses, valid tokens and what routers report; with `backward`, gradients too."""
+        if self.pipeline:
+            self.pipeline.stopwatch.begin()
         own = self._own(batch)
         labels = own["labels"].masked_fill_(own["labels"] < 0, IGNORED)
         count = (labels != IGNORED).sum().double()
@@ -194,15 +213,22 @@ class TorchSession:
         loss_sum, reported = (torch.zeros(size, dtype=torch.float64, device=self.world.device) for size in ((), len(REPORTED)))
         for microbatch in range(len(labels)):
             more = microbatch < len(labels) - 1
+            rows = {name: x[microbatch] for name, x in own.items()}
             with ddp.unsynchronised(self.model) if backward and more else nullcontext():
-                model = self.model if backward else self.decoder
-                loss, router = model(**{name: x[microbatch] for name, x in own.items()})
-                if backward:
-                    (loss if scale is None else loss + (router * scale).sum()).backward()
+                run = self._run if self.pipeline is None else self.pipeline.run
+                loss, router = run(rows, scale, backward=backward)
             loss_sum += loss.detach()
             reported += 0.0 if router is None else router.detach()
         routers = dict(zip(REPORTED, reported, strict=True)) if self.coefficients else {}
         return {"loss_sum": loss_sum, "valid_tokens": count, **routers}
+
+    def _run(self, rows: dict[str, Tensor], scale: Tensor | None, *, backward: bool) -> tuple[Tensor, Tensor | None]:
+        """Rows through the whole model: the sums of losses and of what routers report."""
+        model = self.model if backward else self.decoders[0]
+        loss, router = model(rows["tokens"], **{name: x for name, x in rows.items() if name != "tokens"})
+        if backward:
+            (loss if scale is None else loss + (router * scale).sum()).backward()
+        return loss, router
 
     def _router_scale(self, count: Tensor) -> Tensor:
         """What multiplies the sums that routers report, so that with the losses' sum they make one sum to differentiate.

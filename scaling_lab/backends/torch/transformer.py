@@ -7,7 +7,7 @@ Shapes: b batch, t sequence, e embed, h heads or kv_heads, d head_dim, f mlp, v 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,32 +39,41 @@ LOGITS = ("batch", "sequence", "vocab")
 
 
 class Decoder(nn.Module):
-    """tokens (b, t) -> logits (b, t, v), or with labels (b, t) the sum of their cross-entropies, and what routers report.
+    """x, tokens (b, t) -> logits (b, t, v), or with labels (b, t) the sum of their cross-entropies, and what routers report.
 
     The latter is summed over layers, see `Moe`; None without experts.
     documents, positions (b, t): of packed rows, see `contract.Batch`.
+    Of a pipeline it has one chunk of the layers: without the first of them it takes what the chunk before gives, without the
+    last it gives the like: the residual stream, and what routers have reported so far.
     """
 
-    def __init__(self, experiment: Experiment, on: Placement):
+    def __init__(self, experiment: Experiment, on: Placement, chunk: int = 0):
         super().__init__()
-        self.experiment, self.on = experiment, on
-        self.embed = Embedding(on)
-        for stack, numbers in stacks(experiment.model).items():
-            setattr(self, stack, nn.ModuleList(Layer(experiment, on, stack) for _ in numbers))
-        self.final_norm = Norm(experiment, on, "final_norm")
-        self.head = Head(on)
+        self.experiment, self.on, model = experiment, on, experiment.model
+        chunks = on.plan.pipeline.chunks
+        self.first, self.last = chunk == 0, chunk == len(chunks) - 1
+        # A tied table is the head's weight, so it is needed at both ends.
+        tables = {"tokens", "positions"} if self.first else {"tokens"} if self.last and model.tied_head else set()
+        self.embed = Embedding(on, tables)
+        for stack, numbers in stacks(model).items():
+            own = [number - numbers.start for number in numbers if number in chunks[chunk]]
+            setattr(self, stack, nn.ModuleDict({str(index): Layer(experiment, on, stack) for index in own}))
+        self.final_norm: Any = Norm(experiment, on, "final_norm") if self.last else None
+        self.head: Any = Head(on) if self.last else None
         self.tables: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, tokens, labels=None, documents=None, positions=None):
+    def forward(self, x, reported=None, labels=None, documents=None, positions=None):
         tables = self._tables(positions)
         positions = self.on.positions if positions is None else positions
-        x = self.on.constrain(self.embed(tokens, positions), RESIDUAL)  # (b, t, e)
-        reports = []
+        if self.first:
+            x = self.on.constrain(self.embed(x, positions), RESIDUAL)  # (b, t, e)
         for layer in self.every_layer():
-            x, reported = layer(x, tables, documents)
-            reports += [] if reported is None else [reported]
+            x, more = layer(x, tables, documents)
+            reported = more if reported is None else reported + more
+        if not self.last:
+            return x, reported
         found = self.finish(x, labels)
-        return found if labels is None else (found, sum(reports) if reports else None)
+        return found if labels is None else (found, reported)
 
     def finish(self, x, labels):
         """What follows the layers; the loss is part of it so that a compiler can join it to the product before."""
@@ -88,7 +97,7 @@ class Decoder(nn.Module):
 
     def every_layer(self) -> list[Layer]:
         """The layers of all stacks in order."""
-        return [layer for stack in stacks(self.experiment.model) for layer in getattr(self, stack)]
+        return [layer for stack in stacks(self.experiment.model) for layer in getattr(self, stack).values()]
 
     def compile_parts(self) -> None:
         """Compile each layer, and what follows them unless the vocabulary is split: its exchange is not for the compiler.
@@ -99,7 +108,7 @@ class Decoder(nn.Module):
             for module in layer.apart():
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
             layer.compile()
-        if self.on.compute_mesh is None:
+        if self.last and self.on.compute_mesh is None:
             self.finish = torch.compile(self.finish)  # type: ignore[method-assign]
 
     def _tables(self, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -112,16 +121,16 @@ class Decoder(nn.Module):
 
 
 class Embedding(nn.Module):
-    """tokens (b, t) -> (b, t, e)."""
+    """tokens (b, t) -> (b, t, e). tables: those of its parameters that are held here."""
 
-    tokens: nn.Parameter
-    positions: nn.Parameter | None
+    tokens: Any
+    positions: Any
 
-    def __init__(self, on: Placement):
+    def __init__(self, on: Placement, tables: Collection[str]):
         super().__init__()
         self.on = on
-        for name in ("tokens", "positions"):
-            setattr(self, name, described(on, f"embed.{name}"))
+        for name in Embedding.__annotations__:
+            setattr(self, name, described(on, f"embed.{name}") if name in tables else None)
 
     def forward(self, tokens, positions):
         x = self.on.constrain(lookup(self.on, self.tokens, tokens), RESIDUAL)

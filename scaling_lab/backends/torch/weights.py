@@ -6,7 +6,7 @@ torch holds one tensor per layer where the plan has one stack: a `Piece` is such
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,6 +59,11 @@ class Piece:
     def further(self, column: str, base: str | None) -> Layout:
         """By which axes a column splits beyond another; all of its axes where there is no other."""
         return self.layout(column).without(self.layout(base).axes if base else ())
+
+    def counts(self, on: Placement) -> bool:
+        """Whether this process counts its part in a sum over all processes: it comes first of those that have the same part."""
+        axes = (*self.layout("optimizer").axes, *on.plan.pipeline.axes)
+        return on.first_along_others(axes) and (self.layer is not None or on.stage == self.planned.stages[0])
 
     @property
     def local(self) -> Tensor:
@@ -113,7 +118,7 @@ def place_initial(pieces: Iterable[Piece], on: Placement, seed: int) -> None:
         local.copy_(torch.from_numpy(values).reshape(local.shape))
 
 
-def gather(pieces: tuple[Piece, ...], locals_: Iterable[Tensor], column: str, on: Placement) -> dict[str, np.ndarray]:
+def gather(pieces: Sequence[Piece], locals_: Iterable[Tensor], column: str, on: Placement) -> dict[str, np.ndarray]:
     """Whole parameters by name, stacked over layers, from each piece's local part in a column; in float32 on the host.
 
     One collective per parameter, over the axes that split it. All processes must call this together.
