@@ -30,7 +30,7 @@ CASES = [
     ("llama", "tensor", UNROLLED),
     ("llama", "fsdp_tensor", {"workload.accumulation": 2, "backend.module": "equinox"}),
     ("llama", "tensor_sequence", {**UNROLLED, **KEPT}),
-    ("llama", "fsdp_tensor_context", {"workload.context.strategy": "ring"}),
+    ("llama", "fsdp_tensor_context", {"workload.context.strategy": "ring", "workload.loss_chunks": 2}),
     ("gpt2", "data", {"workload.loss_chunks": 2}),
     ("gpt2", "fsdp_tensor", AGAIN),
     ("gpt2", "tensor_sequence", {}),

@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from scaling_lab.backends.jax import typed
 from scaling_lab.backends.jax.loss import cross_entropy_sum
 from scaling_lab.backends.jax.products import Use
 from scaling_lab.plan.layout import Layout
@@ -50,16 +51,17 @@ class Chunked:
 
     def added(self, sums: jax.Array, x: jax.Array, d_logits: jax.Array) -> jax.Array:
         """Sums with the gradient of a chunk, which no device needs another for."""
+        on, (batch, sequence, vocab) = self.use.placement, self._divided
         rows, columns = sums.shape[:2]
 
-        def placed(array: jax.Array) -> jax.Array:  # (b, t, ...) -> (rows, b / rows, columns, t / columns, ...)
-            batch, sequence, *rest = array.shape
-            return array.reshape(rows, batch // rows, columns, sequence // columns, *rest)
+        def placed(x: jax.Array, last: tuple[str, ...]) -> jax.Array:  # (b, t, n) -> (rows, b / rows, columns, t / columns, n)
+            shape = (rows, x.shape[0] // rows, columns, x.shape[1] // columns, x.shape[2])
+            return typed.reshaped(on, x, shape, Layout((batch, (), sequence, (), last)))
 
         inputs, output = self.equation.split("->")
         left, right = (letters.replace("b", "xb").replace("t", "yt") for letters in (inputs.split(",")[0], output))
         equation = f"{left},{right}->xy{inputs.split(',')[1]}"
-        more = self.use.einsum(equation, placed(x), placed(d_logits), preferred_element_type=sums.dtype)
+        more = self.use.einsum(equation, placed(x, ()), placed(d_logits, vocab), preferred_element_type=sums.dtype)
         return self._kept(sums + more)
 
     @property

@@ -29,6 +29,11 @@ def einsum(on: Placement, equation: str, x: jax.Array, y: jax.Array, wanted: Lay
     return jnp.einsum(equation, x, y, out_sharding=on.named(wanted), **options)
 
 
+def reshaped(on: Placement, x: jax.Array, shape: tuple[int, ...], wanted: Layout) -> jax.Array:
+    """`x.reshape`, its result laid out as wanted: which of a dim's new dims its mesh axes split is a choice."""
+    return jax.lax.reshape(x, shape, out_sharding=on.named(wanted)) if on.explicit else x.reshape(shape)
+
+
 def taken(on: Placement, table: jax.Array, indices: jax.Array) -> jax.Array:
     """Rows of a table, laid out as the indices are, and within a row as the table."""
     if not on.explicit:

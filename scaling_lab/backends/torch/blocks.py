@@ -24,8 +24,11 @@ Part = tuple[Tensor, Tensor | None]
 
 def attended(asking: tuple[Any, ...], visiting: Part, *, causal: bool = False) -> Found:
     """Attention to these keys alone; causal: of a part of the sequence to itself, whose order is the text's."""
-    blocks = (_found(cut(asking, rows), cut(visiting, keys), causal) for rows, keys in _blocks(asking, causal))
-    output, normaliser = (torch.cat(parts, dim=-2) for parts in zip(*blocks, strict=True))
+    (query, _), (keys, _) = asking, visiting
+    output = query.new_empty(*query.shape[:-1], keys.shape[-1] - query.shape[-1], dtype=torch.float32)
+    normaliser = query.new_empty(*query.shape[:-1], 1, dtype=torch.float32)
+    for rows, seen in _blocks(asking, causal):
+        output[..., rows, :], normaliser[..., rows, :] = _found(cut(asking, rows), cut(visiting, seen), causal)
     return output, normaliser
 
 
@@ -41,12 +44,11 @@ def merged(one: Found, other: Found) -> Found:
 
 def gradients(asking: tuple[Any, ...], visiting: Part, *, causal: bool = False) -> tuple[Tensor, Tensor]:
     """Of queries, and of keys and values, as far as these keys go."""
-    d_query, d_keys = [], torch.zeros_like(visiting[0], dtype=torch.float32)
-    for rows, keys in _blocks(asking, causal):
-        found, more = _gradients(cut(asking, rows), cut(visiting, keys), causal)
-        d_query.append(found)
-        d_keys[..., keys, :] += more
-    return torch.cat(d_query, dim=-2), d_keys
+    d_query, d_keys = (torch.zeros_like(x, dtype=torch.float32) for x in (asking[0], visiting[0]))
+    for rows, seen in _blocks(asking, causal):
+        d_query[..., rows, :], more = _gradients(cut(asking, rows), cut(visiting, seen), causal)
+        d_keys[..., seen, :] += more
+    return d_query, d_keys
 
 
 def cut(tensors: Any, part: slice) -> Any:
@@ -61,9 +63,12 @@ def parted(keys: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(asking: tuple[Any, ...], causal: bool) -> list[tuple[slice, slice]]:
-    """Blocks of queries, and the keys that each may see: of a part itself none after its last query."""
+    """Blocks of queries, and the keys that each may see: of a part itself none after its last query.
+
+    Those with most keys first: what one block frees has room for the next, where growing ones would each take new memory.
+    """
     length = asking[0].shape[-2]
-    rows = [slice(start, min(start + ROWS, length)) for start in range(0, length, ROWS)]
+    rows = [slice(start, min(start + ROWS, length)) for start in reversed(range(0, length, ROWS))]
     return [(block, slice(0, block.stop) if causal else slice(None)) for block in rows]
 
 
