@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from experiments import FOUND
 
-from scaling_lab.backends.contract import Job, Session
+from scaling_lab.backends.contract import Job
 from scaling_lab.backends.rows import local_batch
 from scaling_lab.config import experiment_from
 from scaling_lab.plan.plan import make_plan
@@ -69,8 +69,9 @@ class Outcome:
     weights: dict[str, np.ndarray]
 
 
-def run_session(session: Session, job: Job, batches: Batches) -> Outcome:
-    """Gradients of the first batch, then one step a batch."""
+def run_session(session: Any, job: Job, batches: Batches) -> Outcome:
+    """Gradients of the first batch, then one step a batch, all by one program: most of a test's time is compiling."""
+    session.keep_gradients = True
     local = [local_batch(job, *batch) for batch in batches]
     session.prepare(local[0])
     _, gradients = session.gradients(local[0])
