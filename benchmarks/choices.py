@@ -61,14 +61,18 @@ def rows(name, key, results):
     """One row for each place in which the choice was made."""
     places = {}
     for result, agreement in zip(results, agreements(results), strict=True):
-        places.setdefault(_place(result, key), []).append((value_text(result, key), result, agreement))
+        places.setdefault(_place(result), []).append((_value(result, key), result, agreement))
     for place, found in places.items():
         cells = [_side_by_side(found, of) for of in (_step, _processor, _memory, _compile)]
         same = "yes" if all(a is not None and a.is_equal for _, _, a in found) else "no"
         yield f"| `{name}` | {place} | {' | '.join(cells)} | {same} |"
 
 
-def _place(result, key):
+def _value(result, key):
+    return "null" if at(result, f"experiment.{key}") is None else value_text(result, key)
+
+
+def _place(result):
     mesh = " x ".join(f"{axis} {n}" for axis, n in (at(result, "plan.mesh") or {}).items() if n > 1)
     layers = at(result, "experiment.model.layers")
     table = at(result, "experiment.sharding.name")
@@ -78,7 +82,7 @@ def _place(result, key):
 
 def _side_by_side(found, of):
     told = [(value, of(result)) for value, result, _ in found]
-    return ", ".join(f"{value} {text}" for value, text in told) if any(text != "-" for _, text in told) else "-"
+    return ", ".join(f"{value}: {text}" for value, text in told) if any(text != "-" for _, text in told) else "-"
 
 
 def _step(result):
