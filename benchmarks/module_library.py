@@ -120,7 +120,7 @@ def work(name, library):
     yield seconds
     weights, state, *more = given
     while True:
-        (weights, state, _), seconds = timed(lambda *given: jax.block_until_ready(compiled(*given)), weights, state, *more)
+        (weights, state, *_), seconds = timed(lambda *given: jax.block_until_ready(compiled(*given)), weights, state, *more)
         yield seconds
 
 

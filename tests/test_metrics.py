@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from finished_runs import PEAK, records, result, routed
+from finished_runs import PEAK, records, result, routed, staged
 
 from scaling_lab.results.metrics import METRICS, Scale, step_metrics, values
 
@@ -22,6 +22,8 @@ def test_every_metric_of_the_sample_job_is_as_computed_by_hand() -> None:
         "tokens_per_s": 16_384.0,
         "tokens_per_s_per_device": 2_048.0,
         "step_time_s": 0.25,
+        "bubble_share": None,
+        "planned_bubble_share": None,
         "step_time_p10_s": 0.13,
         "step_time_p90_s": 0.37,
         "mfu": 0.5,
@@ -54,6 +56,13 @@ def test_a_step_of_a_mixture_says_what_its_routers_report() -> None:
     scale = Scale(tokens_per_step=4_096, devices=8, flops_per_token=6_494_976, peak=None)
     (_, *steps) = [record for record in routed(records()) if record["kind"] == "step"]
     assert {"balance_loss": 4.2, "z_loss": 0.2, "dropped_tokens": 200}.items() <= step_metrics(steps[0], scale).items()
+
+
+def test_the_bubble_of_a_pipeline_stands_beside_the_planned_one_and_in_its_steps() -> None:
+    found = values(result({"sharding": "pipeline"}, records=staged(records())))
+    assert (found["bubble_share"], found["planned_bubble_share"]) == (pytest.approx(0.45), 1 / 5)  # 4 microbatches, 2 stages
+    (first, *_) = [record for record in staged(records()) if record["kind"] == "step"]
+    assert step_metrics(first, Scale(4_096, 8, 6_494_976, None))["bubble_share"] == 0.1
 
 
 def test_metrics_are_read_from_result_json_alone_and_an_empty_one_has_none() -> None:

@@ -311,6 +311,16 @@ def test_mixtures_and_latent_attention_that_contradict_themselves_are_wrong_requ
     assert words in refusal(ConfigError, **{**MOE, **changes})
 
 
+def test_fsdp_of_whole_weights_computes_with_a_second_copy_of_a_layer():
+    """As large as what FSDP gathers where it stores parts; on a single device there is nothing to hold."""
+    whole = {"backend": "torch", "backend.data_parallel": "fully_shard"}
+    fsdp, data, alone = (
+        plan(sharding=table, **keys).bytes_per_device
+        for table, keys in (("fsdp", {"backend": "torch"}), ("data", whole), ("single", whole))
+    )
+    assert (data["gathered"], alone["gathered"]) == (fsdp["gathered"], 0)
+
+
 def test_experts_are_stored_once_over_their_axis_and_gathered_over_none():
     """tiny_moe has 4 x 4 experts of 3 x 128 x 192 = 1,179,648 parameters; over expert 2 each device keeps half of them."""
     one, two = (plan(**{**MOE, "mesh.fsdp": 1, "mesh.expert": n, "mesh.data": 2 // n}).bytes_per_device for n in (1, 2))

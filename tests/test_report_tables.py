@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from finished_runs import environment, records, result, routed, run_folder
+from finished_runs import environment, records, result, routed, run_folder, staged
 from rich.console import Console
 
 from scaling_lab.errors import ConfigError, PlanError, WorkerError
@@ -153,6 +153,14 @@ def test_a_mixture_among_the_runs_adds_what_routers_report() -> None:
     (dense, mixture), shown = cells(both), titles(both)
     assert shown[-2:] == ["balance", "dropped"]
     assert (dense[-2:], mixture[-2:]) == (["-", "-"], ["4.6000", "1.07 %"])
+
+
+def test_a_pipeline_among_the_runs_adds_its_bubble_beside_the_planned_one() -> None:
+    pipeline = {"sharding": "pipeline"}
+    found = [result(), result(pipeline, records=staged(records())), result(pipeline)]
+    runs = [run(str(index), one) for index, one in enumerate(found)]
+    assert titles(runs)[-2:] == ["bubble", "planned bubble"]
+    assert [row[-2:] for row in cells(runs)] == [["-", "-"], ["45 %", "20 %"], ["-", "20 %"]]
 
 
 def test_the_caption_says_that_devices_are_simulated_only_where_they_are() -> None:

@@ -10,6 +10,7 @@ from scaling_lab.errors import PlanError
 from scaling_lab.models.parameters import Parameter
 from scaling_lab.plan import roles as reading
 from scaling_lab.plan.experiment import Experiment
+from scaling_lab.plan.memory import Placed
 from scaling_lab.plan.mesh import Mesh
 from scaling_lab.plan.rules import Rules, spent_twice
 from scaling_lab.plan.sizes import ACTIVATIONS
@@ -55,6 +56,25 @@ def check_axis_types(experiment: Experiment, parameters: tuple[Parameter, ...], 
     if faults:
         told = "\n".join(f"  {fault}" for fault in faults)
         raise PlanError(f"backend.axis_types=explicit does not go with:\n{told}\nSet backend.axis_types=auto.")
+
+
+def check_data_parallel(experiment: Experiment, plans: tuple[Placed, ...], rules: Rules, mesh: Mesh) -> None:
+    """Torch's own sums of gradients, in place of the lab's, are of copies of a whole model."""
+    asked, precision = experiment.backend.data_parallel, experiment.workload.precision
+    if asked in (None, "buckets") or mesh.devices == 1:
+        return
+    parts = {p.parameter.name: layout.axes for p in plans for layout in (p.weights, p.gradients, p.optimizer) if layout.axes}
+    if parts or mesh.larger(rules.compute_axes):
+        name, axes = next(iter(parts.items()), ("the computation", mesh.larger(rules.compute_axes)))
+        raise PlanError(
+            f"backend.data_parallel={asked} keeps the whole of every weight, gradient and state on each device, but the table "
+            f"splits {name} over {', '.join(axes)}. Set sharding=data, or backend.data_parallel=buckets."
+        )
+    if asked == "ddp" and precision.reduce != precision.params:
+        raise PlanError(
+            f"backend.data_parallel=ddp sums gradients in their own dtype. Set workload.precision.reduce={precision.params}, "
+            f"backend.data_parallel=fully_shard or backend.data_parallel=buckets."
+        )
 
 
 def _check_idle(rules: Rules, mesh: Mesh, roles: dict[str, tuple[str, ...]]) -> None:

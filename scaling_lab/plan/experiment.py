@@ -171,7 +171,8 @@ class BackendConfig:
     axis_types (jax): who decides where results lie between constraints, XLA's partitioner (`auto`) or types (`explicit`)
     scan_layers (jax): one scanned layer body instead of an unrolled stack; partitioner (jax): which of XLA's splits the program
     compile (torch): torch.compile each layer; reshard_after_forward (torch): FSDP frees a gathered layer until its backward pass
-    data_parallel (torch): who sums the gradients of whole weights, `buckets` of the lab's or `ddp`, torch's own wrapper
+    data_parallel (torch): who sums the gradients of whole weights, `buckets` of the lab's, or where nothing is in parts torch
+    itself: `ddp`, DistributedDataParallel, or `fully_shard`, FSDP2 on a mesh of copies
     attention: `fused` is the lab's or the library's fused kernel, `plain` is softmax written out
     """
 
@@ -184,7 +185,7 @@ class BackendConfig:
     partitioner: Literal["shardy", "gspmd"] | None
     compile: bool | None
     reshard_after_forward: bool | None
-    data_parallel: Literal["buckets", "ddp"] | None
+    data_parallel: Literal["buckets", "ddp", "fully_shard"] | None
     environment: dict[str, str]
     xla_flags: tuple[str, ...]
 

@@ -61,7 +61,8 @@ def bytes_per_device(
     """Bytes that one device holds at the peak of a step, by part, with `total`: of the pipeline stage that holds most.
 
     parameters: as stored; gradients: one copy as reduced; optimizer: its state; gathered: the compute copies of the largest
-    layer and of what lies outside the layers, where these differ from the stored ones; activations: see `activation_bytes`.
+    layer and of what lies outside the layers, where these differ from the stored ones or torch's FSDP makes some anyway;
+    activations: see `activation_bytes`.
     Stages with a program each (torch) gather all of their layers and add up whole gradients until the last microbatch is done,
     and then reduce these once.
     """
@@ -100,8 +101,9 @@ def _local(plan: Placed, layout: Layout, mesh: Mesh) -> int:
 def _gathered(experiment: Experiment, plans: tuple[Placed, ...], mesh: Mesh) -> int:
     """One layer at a time, the larger of the stacks' layers, and what lies outside them."""
     sizes: dict[str, int] = {}
+    copied = experiment.backend.data_parallel == "fully_shard" and mesh.devices > 1
     for plan in plans:
-        if plan.compute != plan.weights:
+        if copied or plan.compute != plan.weights:
             where = plan.parameter.name.split(".")[0] if plan.parameter.stacked else ""
             local = plan.compute.local_shape(plan.parameter.shape, mesh)
             sizes[where] = sizes.get(where, 0) + math.prod(local[1:] if plan.parameter.stacked else local)

@@ -159,9 +159,9 @@ def faults(experiment: Experiment, rules: Rules, mesh: Mesh) -> Iterator[str]:
             f"model.moe.dense_layers={model.moe.dense_layers} with {sizes}: the layers of a pipeline's stages must all be of one "
             f"kind. Set model.moe.dense_layers=0 or mesh.{axes[0]}=1."
         )
-    if experiment.backend.data_parallel == "ddp":
+    if (data_parallel := experiment.backend.data_parallel) in ("ddp", "fully_shard"):
         yield (
-            f"backend.data_parallel=ddp with {sizes}: it sums the gradients of a whole model, a process has a stage of it. "
+            f"backend.data_parallel={data_parallel} with {sizes}: it sums the gradients of a whole model, a process has a stage of it. "
             f"Set backend.data_parallel=buckets or mesh.{axes[0]}=1."
         )
     if model.moe and asked.schedule == "1f1b" and experiment.backend.name == "jax":

@@ -87,6 +87,7 @@ def make_plan(experiment: Experiment, found: Found) -> Plan:
         raise PlanError("sizes that do not divide:\n" + "\n".join(f"  {fault}" for fault in faults))
     stages = pipeline.split(experiment, rules, mesh)
     plans = tuple(_plan_parameter(parameter, rules, mesh, stages, experiment.model) for parameter in parameters)
+    checks.check_data_parallel(experiment, plans, rules, mesh)
 
     def count(changed: Experiment) -> dict[str, int]:
         batch.split(changed.workload, rules, mesh)

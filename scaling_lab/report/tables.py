@@ -83,13 +83,20 @@ ROUTERS = (
     Column("dropped", lambda row: percent(row.found["dropped_fraction"])),
 )
 
+#: Of runs among which there are pipelines.
+STAGES = (
+    Column("bubble", lambda row: percent(row.found["bubble_share"])),
+    Column("planned bubble", lambda row: percent(row.found["planned_bubble_share"])),
+)
+
 
 def columns(runs: Sequence[Run]) -> list[Column]:
     """The columns that these runs need: what was asked differently of them, and their folders where that is not enough."""
     keys = different_keys([run.result for run in runs])[:MOST_KEYS]
     identity = [*IDENTITY, *(_of_key(key) for key in keys)]
     routers = ROUTERS if any(at(run.result or {}, "measured.balance_loss") for run in runs) else ()
-    return [*([RUN] if _need_names(runs, identity) else []), *identity, *OUTCOME, *routers]
+    stages = STAGES if any(at(run.result or {}, "plan.pipeline") for run in runs) else ()
+    return [*([RUN] if _need_names(runs, identity) else []), *identity, *OUTCOME, *routers, *stages]
 
 
 def _of_key(key: str) -> Column:

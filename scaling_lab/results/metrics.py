@@ -53,7 +53,7 @@ class Scale:
 
 def step_metrics(record: Mapping[str, Any], scale: Scale) -> dict[str, float | int]:
     """What a `step` record says, with the rates of that one step; what is unknown is left out."""
-    told = ("loss", "grad_norm", *ROUTER_METRICS, "lr", "step_time_s", "tokens_seen", "cpu_time_s")
+    told = ("loss", "grad_norm", *ROUTER_METRICS, "bubble_share", "lr", "step_time_s", "tokens_seen", "cpu_time_s")
     row = {key: record.get(key) for key in told}
     time_s = record.get("step_time_s")
     if time_s:
@@ -162,6 +162,8 @@ METRICS = (
     Metric("tokens_per_s", "tokens/s", "global batch x sequence / median step", _tokens_per_s),
     Metric("tokens_per_s_per_device", "tokens/s", "tokens_per_s / devices", _tokens_per_s_per_device),
     Metric("step_time_s", "s", "median of the timed steps", _path("measured.step_time_s")),
+    Metric("bubble_share", "1", "of a stage's time, median of the timed steps", _path("measured.bubble_share")),
+    Metric("planned_bubble_share", "1", "arithmetic of the plan", _path("plan.pipeline.bubble_share")),
     Metric("step_time_p10_s", "s", "timed steps", _path("measured.step_time_distribution_s.p10")),
     Metric("step_time_p90_s", "s", "timed steps", _path("measured.step_time_distribution_s.p90")),
     Metric("mfu", "1", "model FLOPs, full attention / (median step x devices x peak)", _mfu),

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from experiments import FOUND
 
-from scaling_lab.backends.contract import Job, Session
+from scaling_lab.backends.contract import Job
 from scaling_lab.backends.rows import local_batch
+from scaling_lab.config import experiment_from
+from scaling_lab.plan.plan import make_plan
 
 #: 2 KV heads, RMSNorm, RoPE, SwiGLU, untied; and LayerNorm, learned positions, GELU, biases, a tied head.
 MODELS: dict[str, dict[str, Any]] = {
@@ -66,8 +69,9 @@ class Outcome:
     weights: dict[str, np.ndarray]
 
 
-def run_session(session: Session, job: Job, batches: Batches) -> Outcome:
-    """Gradients of the first batch, then one step a batch."""
+def run_session(session: Any, job: Job, batches: Batches) -> Outcome:
+    """Gradients of the first batch, then one step a batch, all by one program: most of a test's time is compiling."""
+    session.keep_gradients = True
     local = [local_batch(job, *batch) for batch in batches]
     session.prepare(local[0])
     _, gradients = session.gradients(local[0])
@@ -78,6 +82,18 @@ def run_session(session: Session, job: Job, batches: Batches) -> Outcome:
         gradients=dict(gradients),
         weights=dict(session.weights()),
     )
+
+
+def outcome_over(pool: Any, config: dict[str, Any], batches: Batches) -> Outcome:
+    """What an experiment computes over the ranks of a pool; its layouts are the planned ones, and replicas have the same bits."""
+    found = pool.run(config, batches, want=("weights", "gradients"))
+    replicas: dict[str, str] = {}
+    for digests in found["digests"]:
+        for part, digest in digests.items():
+            assert replicas.setdefault(part, digest) == digest, f"replicas of {part} drifted apart"
+    planned = make_plan(experiment_from(config), FOUND).parameters
+    assert found["layouts"] == {p.parameter.name: p.weights for p in planned}
+    return Outcome(found["losses"], found["grad_norms"], found["gradients"], found["weights"])
 
 
 def differences(found: Outcome, wanted: Outcome) -> list[str]:

@@ -6,13 +6,10 @@ XLA's own passes, which decide layouts and collectives, run as always.
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from experiments import FOUND
-
-from scaling_lab.config import experiment_from
-from scaling_lab.plan.plan import make_plan
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -28,18 +25,17 @@ def torch_ranks() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def torch_pair() -> Iterator[Any]:
+    """A pool of 2, for what is compiled: every rank compiles for itself, and keeps what it has compiled."""
+    from torch_pool import TorchPool
+
+    with TorchPool(2, limit_s=500) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def torch_pool(torch_ranks: Any) -> Callable[..., Any]:
     """Runs an experiment over the ranks: (plain config, batches) -> `cases.Outcome`. Layouts and replicas are checked."""
-    from cases import Outcome
+    from cases import outcome_over
 
-    def run(config: dict[str, Any], batches: list[Any]) -> Outcome:
-        found = torch_ranks.run(config, batches, want=("weights", "gradients"))
-        replicas: dict[str, str] = {}
-        for digests in found["digests"]:
-            for part, digest in digests.items():
-                assert replicas.setdefault(part, digest) == digest, f"replicas of {part} drifted apart"
-        planned = make_plan(experiment_from(config), FOUND).parameters
-        assert found["layouts"] == {p.parameter.name: p.weights for p in planned}
-        return Outcome(found["losses"], found["grad_norms"], found["gradients"], found["weights"])
-
-    return run
+    return partial(outcome_over, torch_ranks)

@@ -17,7 +17,7 @@ from experiments import FOUND, experiment
 from scaling_lab.backends.jax import optimizer, sharding
 from scaling_lab.backends.jax.runtime import mesh_of
 from scaling_lab.backends.jax.sharding import Placement
-from scaling_lab.backends.jax.train import loss_and_gradients, train_step
+from scaling_lab.backends.jax.train import train_step
 from scaling_lab.plan.plan import make_plan
 
 pytestmark = pytest.mark.xdist_group("jax_llama")
@@ -56,13 +56,13 @@ def lowered(module: str, model: str, table: str, more: dict[str, Any]) -> tuple[
     plan = make_plan(wanted, FOUND)
     on = Placement(mesh_of(plan, jax.devices()[: plan.mesh.devices]), plan, wanted.workload.precision)
     transform = optimizer.transformation(wanted.workload.optimizer, on)
-    step, gradients = train_step(wanted, on, transform), loss_and_gradients(wanted, on)
+    step = train_step(wanted, on, transform, keep_gradients=True)
     batch = test_packing.BATCHES[0] if model.endswith("packed") else ragged_batches()[0]
     parts = (rows.reshape(plan.batch.accumulation, -1, rows.shape[1]) for rows in batch)
     placed = {name: jax.device_put(x, on.batch) for name, x in zip(("tokens", "labels", "documents"), parts, strict=False)}
     weights = sharding.place_initial(on, wanted.workload.seed)
     given = (weights, optimizer.initial_state(*optimizer.state_shardings(transform, on)), placed, np.float32(0.1))
-    return jax.jit(lambda *given: (step(*given), gradients(given[0], given[2]))).lower(*given), given
+    return jax.jit(step).lower(*given), given
 
 
 def operations(text: str) -> Counter[tuple[str, ...]]:
@@ -78,7 +78,7 @@ def test_equinox_gives_the_bits_of_flax(model, table, more):
     for module in ("flax", "equinox"):
         program, given = lowered(module, model, table, more)
         outcomes.append(jax.device_get(program.compile()(*given)))
-    (((_, _, metrics), (_, gradients)), _) = outcomes
+    ((_, _, metrics, gradients), _) = outcomes
     assert metrics["loss"] > 0
     assert all(np.any(gradients[name]) for name in gradients if not name.endswith("bias"))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), *outcomes)

@@ -55,6 +55,7 @@ def run(model, table="single", accumulation=1, **more):
     """What a case computed, and what its routers reported in each step."""
     session, job = opened(model, table, accumulation, **more)
     local = [local_batch(job, *batch) for batch in ragged_batches()]
+    session.keep_gradients = True
     session.prepare(local[0])
     _, gradients = session.gradients(local[0])
     metrics = [session.step(batch).result() for batch in local]

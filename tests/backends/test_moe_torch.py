@@ -155,9 +155,9 @@ def test_experts_spread_over_two_axes_equal_one_device(torch_ranks):
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="torch.compile on CPU needs a C++ compiler")
 @pytest.mark.parametrize("layout", ["fsdp_expert", "tensor"])
-def test_compiled_layers_with_experts_give_the_same_steps(layout, torch_ranks):
+def test_compiled_layers_with_experts_give_the_same_steps(layout, torch_pair):
     table, accumulation, changes = LAYOUTS[layout]
-    found = found_of(torch_ranks, table, accumulation, **changes, **{"backend.compile": True})
+    found = found_of(torch_pair, table, accumulation, **changes, **{"backend.compile": True, "mesh.devices": 2})
     assert_equal(found, alone("dropless"))
 
 

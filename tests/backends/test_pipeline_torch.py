@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import shutil
 from typing import Any
 
 import numpy as np
@@ -214,14 +213,6 @@ def test_a_stage_holds_its_own_layers_and_only_their_bytes(torch_ranks):
 def held(session: Any, job: Job, batches: Any) -> tuple[set[str], int]:
     names = {piece.name if piece.layer is None else f"layers.{piece.layer}" for piece in session.pieces}
     return names, session.bytes_per_device()["parameters"]
-
-
-@pytest.mark.compiler
-@pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="torch.compile on CPU needs a C++ compiler")
-def test_compiled_layers_of_stages_give_the_same_steps(torch_pool):
-    asked = config("llama", "pipeline", **{"backend.compile": True}, **BY_TURNS, **FOUR)
-    assert differences(torch_pool(asked, ragged_batches()), alone("llama")) == []
 
 
 def test_ddp_is_refused_with_stages():

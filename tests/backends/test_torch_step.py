@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from typing import Any
 
 import numpy as np
@@ -48,13 +47,6 @@ def alone() -> Outcome:
 )
 def test_another_form_of_the_same_equations_gives_the_same_steps(change):
     assert differences(outcome_of(**change), alone()) == []
-
-
-@pytest.mark.compiler
-@pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="torch.compile on CPU needs a C++ compiler")
-def test_the_compiled_layers_give_the_same_steps():
-    assert differences(outcome_of(**{"backend.compile": True}), alone()) == []
 
 
 def test_bfloat16_products_come_near_float32_and_keep_weights_in_float32():

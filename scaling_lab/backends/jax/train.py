@@ -75,9 +75,9 @@ def loss_and_gradients(experiment: Experiment, on: Placement) -> Callable[..., t
 
 
 def train_step(
-    experiment: Experiment, on: Placement, transform: Any
-) -> Callable[..., tuple[Arrays, Any, dict[str, jax.Array]]]:
-    """A pure function (weights, state, batch, lr) -> (weights, state, metrics)."""
+    experiment: Experiment, on: Placement, transform: Any, *, keep_gradients: bool = False
+) -> Callable[..., tuple[Arrays, Any, dict[str, jax.Array], Arrays | None]]:
+    """A pure function (weights, state, batch, lr) -> (weights, state, metrics, gradients before clipping if they are kept)."""
     compute = loss_and_gradients(experiment, on)
     clip = experiment.workload.optimizer.clip
 
@@ -87,7 +87,7 @@ def train_step(
         factor = optimizer.clip_factor(norm, clip)
         clipped = {name: gradient * factor for name, gradient in gradients.items()}
         weights, state = optimizer.apply(transform, on, weights, state, clipped, lr)
-        return weights, state, {**metrics, "grad_norm": norm, "lr": lr}
+        return weights, state, {**metrics, "grad_norm": norm, "lr": lr}, gradients if keep_gradients else None
 
     return step
 
@@ -106,7 +106,12 @@ class Dispatched:
 
 
 class JaxSession:
-    """See `contract.Session`. Weights are arrays by parameter name, replaced by every step, whose buffers it reuses."""
+    """See `contract.Session`. Weights are arrays by parameter name, replaced by every step, whose buffers it reuses.
+
+    keep_gradients: set before `prepare`, the program of the step gives its gradients too, so that `gradients` needs none of its own
+    """
+
+    keep_gradients = False
 
     def __init__(self, job: Job, on: Placement):
         self._job, self._on = job, on
@@ -136,9 +141,11 @@ class JaxSession:
 
     def _jitted(self) -> Any:
         """The step with the same shardings coming in and going out, so that its result fits the one program compiled."""
-        step = train_step(self._job.experiment, self._on, self._transform)
+        keep = self.keep_gradients
+        step = train_step(self._job.experiment, self._on, self._transform, keep_gradients=keep)
         state, batch, scalar = (self._weight_shardings, self._state_shardings), self._on.batch, self._on.replicated
-        return jax.jit(step, donate_argnums=(0, 1), in_shardings=(*state, batch, scalar), out_shardings=(*state, scalar))
+        results = (*state, scalar, self._on.shardings("gradients") if keep else None)
+        return jax.jit(step, donate_argnums=(0, 1), in_shardings=(*state, batch, scalar), out_shardings=results)
 
     def step(self, batch: Batch) -> Pending:
         """Dispatch one optimizer step."""
@@ -146,7 +153,7 @@ class JaxSession:
         self._check_placed()
         workload = self._job.experiment.workload
         lr = np.float32(learning_rate(workload.optimizer, workload.steps, self._steps_done))
-        self._weights, self._state, metrics = self._compiled(self._weights, self._state, self._placed(batch), lr)
+        self._weights, self._state, metrics, _ = self._compiled(self._weights, self._state, self._placed(batch), lr)
         self._steps_done += 1
         return Dispatched(metrics, (self._weights, self._state))
 
@@ -219,7 +226,12 @@ class JaxSession:
     def gradients(self, batch: Batch) -> tuple[dict[str, float], Mapping[str, np.ndarray]]:
         """Loss, norm and the whole gradient by parameter, without a step."""
         self.prepare(batch)
-        metrics, gradients = self._gradients(self._made(), self._placed(batch))
+        if self.keep_gradients:
+            consumed = jax.tree.map(jnp.copy, (self._made(), self._state))
+            *_, metrics, gradients = self._compiled(*consumed, self._placed(batch), np.float32(0))
+            metrics.pop("lr")
+        else:
+            metrics, gradients = self._gradients(self._made(), self._placed(batch))
         return Dispatched(metrics, gradients).result(), self._whole(gradients)
 
     def _measured_gradients(self) -> Callable[..., tuple[dict[str, jax.Array], Arrays]]:

@@ -1,53 +1,38 @@
-"""torch's DistributedDataParallel in place of the lab's own sum of gradients, where nothing but copies of the whole model is asked for.
+"""torch's own sums of gradients in place of the lab's, where nothing but copies of the whole model is asked for.
 
-Its buckets are summed while the backward pass goes on. Owns what it can be used for; must not know the model.
+Both are taken while the backward pass goes on: in DistributedDataParallel's buckets, or layer by layer by FSDP2 (`fsdp.wrap`). Owns
+how they are told to wait; that the table asks for copies is the plan's to see. Must not know the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from scaling_lab.backends.torch.sharding import Placement
-from scaling_lab.backends.torch.weights import Piece
-from scaling_lab.errors import PlanError
 
-
-def wrapped(model: nn.Module, pieces: Sequence[Piece], on: Placement) -> DistributedDataParallel:
-    """The model, its gradients summed (not averaged) over the axes that keep copies of it. Raises PlanError where parts are asked for."""
-    axes = _axes(pieces, on)
-    group = on.group(axes) if axes else dist.group.WORLD
-    ddp = DistributedDataParallel(model, process_group=group, init_sync=False)
-    ddp.register_comm_hook(group, _sum)
+def wrapped(model: nn.Module) -> DistributedDataParallel:
+    """The model, its gradients summed (not averaged) over all processes."""
+    ddp = DistributedDataParallel(model, init_sync=False)
+    ddp.register_comm_hook(dist.group.WORLD, _sum)
     return ddp
 
 
-def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def unsynchronised(model: nn.Module) -> Iterator[None]:
     """While it lasts, a backward pass sums nothing over processes: more microbatches follow."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
-
-
-def _axes(pieces: Sequence[Piece], on: Placement) -> tuple[str, ...]:
-    """The axes that every gradient is summed over."""
-    found = {piece.planned.sum_axes for piece in pieces}
-    split = next(
-        (p.name for p in pieces if any(p.layout(column).axes for column in ("weights", "gradients", "optimizer"))), None
-    )
-    if split or on.compute_axes or len(found) != 1:
-        raise PlanError(
-            f"backend.data_parallel=ddp keeps the whole of every weight, gradient and state on each device, but the table splits "
-            f"{split or 'the computation'}. Set sharding=data, or backend.data_parallel=buckets."
-        )
-    if on.precision.reduce != on.precision.params:
-        raise PlanError(
-            f"backend.data_parallel=ddp sums gradients in their own dtype. Set workload.precision.reduce={on.precision.params}, "
-            f"or backend.data_parallel=buckets."
-        )
-    return found.pop()
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
 
 
 def _sum(group, bucket):

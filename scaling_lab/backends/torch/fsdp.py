@@ -3,7 +3,8 @@
 A unit is a layer, or what lies outside the layers. Where modules that a layer names (its experts) are stored over other axes than its
 rest, or their copies lie elsewhere, each is a unit of its own, wrapped before the layer. One `fully_shard` per unit, on a mesh of
 one dim (the axes that store it) or of two (those that keep copies of it, those that store it): wrapping twice is refused by torch,
-or silently wrong. A parameter without an FSDP row is left to `reduce`, which sums its gradient.
+or silently wrong. A parameter without an FSDP row is left to `reduce`, which sums its gradient; or where nothing at all is in parts,
+FSDP may hold the whole of every weight, on a dim of size 1: then it sums all gradients, and computes with a second copy.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from scaling_lab.backends.torch.runtime import mesh_of_copies
 from scaling_lab.backends.torch.sharding import Placement, dtype_of
 from scaling_lab.backends.torch.weights import Piece, pieces_of
 from scaling_lab.errors import PlanError
@@ -33,12 +35,13 @@ class Layer(Protocol):
         ...
 
 
-def wrap(root: nn.Module, layers: Sequence[Layer], on: Placement, *, reshard: bool) -> bool:
-    """Store the weights of the layers and of what is outside them as the plan says. False where no weight is stored in parts.
+def wrap(root: nn.Module, layers: Sequence[Layer], on: Placement, *, reshard: bool, whole: bool = False) -> bool:
+    """Store the weights of the layers and of what is outside them as the plan says. False where there are none to store.
 
     reshard: free each gathered layer but the last after its forward pass, and gather it again for the backward one
+    whole: take every weight, although the plan stores none in parts
     """
-    stored = {piece.parameter: piece for piece in pieces_of(root, on) if piece.planned.fsdp_axes}
+    stored = {piece.parameter: piece for piece in pieces_of(root, on) if piece.planned.fsdp_axes or whole}
     ignored = {piece.parameter for piece in pieces_of(root, on)} - stored.keys()
     if not stored:
         return False
@@ -100,6 +103,8 @@ def _wrap_unit(
 
 
 def _shard(piece: Piece) -> Shard:
+    if not piece.planned.fsdp_axes:
+        return Shard(0)
     dim = piece.layout("weights").dim_of(piece.planned.fsdp_axes[0])
     assert dim is not None
     return Shard(dim)
@@ -120,5 +125,7 @@ def _mesh(stored: dict[nn.Parameter, Piece], on: Placement) -> DeviceMesh:
             f"sharding.weights that these parameters share with no activation the same axes."
         )
     (axes, copies), _ = ways.popitem()
+    if not axes:
+        return mesh_of_copies(on.world)
     shard = on.submesh(axes)
     return DeviceMesh._concatenate([on.submesh(copies), shard]) if copies else shard

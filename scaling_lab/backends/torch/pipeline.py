@@ -2,8 +2,9 @@
 
 Owns the stages of this process and the schedule; how long they take: `bubble`. A stage is a `Decoder` with a chunk of the layers;
 between stages travels each device's own part of the residual stream, and what routers have reported so far beside it. Losses are the
-last stage's. Torch's stages gather what FSDP stores for every forward pass, keep it from the first backward pass on, and reduce
-gradients once, after the last. Imported only where there is a pipeline: torch's takes long to import.
+last stage's. What FSDP stores torch's stages gather, in `gpipe` for every forward pass and then once, in `1f1b` once a microbatch
+(a backward pass leaves it gathered, a forward one frees it), in `interleaved` once; they reduce gradients once, after the last
+backward pass. Imported only where there is a pipeline: torch's takes long to import.
 
 Over gloo torch's batches of messages are plain sends and receives, one after the other, which both sides order alike.
 """

@@ -129,7 +129,7 @@ def take_gradients(pieces: Sequence[Piece], on: Placement) -> list[Tensor]:
     for index, piece in enumerate(pieces):
         gradient, piece.parameter.grad = piece.parameter.grad, None
         assert gradient is not None, piece.name
-        if isinstance(gradient, DTensor) and not piece.planned.fsdp_axes:
+        if isinstance(gradient, DTensor) and on.compute_axes and not piece.planned.fsdp_axes:
             gradient, axes = _local_summand(gradient, piece, on)
             if axes:
                 partial.setdefault(axes, []).append(index)

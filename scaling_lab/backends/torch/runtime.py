@@ -63,6 +63,12 @@ def leave(world: World) -> None:
         dist.destroy_process_group()
 
 
+def mesh_of_copies(world: World) -> DeviceMesh:
+    """All devices, each with a copy of the whole, as `fully_shard` takes them: a dim of copies, and one of size 1 that stores."""
+    assert world.mesh is not None
+    return _device_mesh(world.device.type, (world.mesh.size(), 1), ("copies", "whole"))
+
+
 def device_facts(world: World) -> dict[str, Any]:
     """What this process runs on, with the versions of the libraries used."""
     on_gpu = world.device.type == "cuda"

@@ -67,17 +67,17 @@ class TorchSession:
         stages.meet(on)
         self.decoders = [Decoder(experiment, on, chunk) for chunk in on.chunks]
         reshard = bool(experiment.backend.reshard_after_forward)
-        self.wrapped = [decoder for decoder in self.decoders if fsdp.wrap(decoder, decoder.every_layer(), on, reshard=reshard)]
+        self.sums = experiment.backend.data_parallel if world.mesh else "buckets"  # a single device has nothing to sum
+        whole = self.sums == "fully_shard"
+        self.wrapped = [one for one in self.decoders if fsdp.wrap(one, one.every_layer(), on, reshard=reshard, whole=whole)]
         for decoder in self.decoders:
             decoder.to_empty(device=world.device)
         self.pieces = [piece for decoder in self.decoders for piece in weights.pieces_of(decoder, on)]
         with torch.no_grad():
             weights.place_initial(self.pieces, on, experiment.workload.seed)
-        alone = world.mesh is None
-        whole = self.decoders[0]
-        self.model = whole if not self._uses_ddp or alone else ddp.wrapped(whole, self.pieces, on)
+        self.model = ddp.wrapped(self.decoders[0]) if self.sums == "ddp" else self.decoders[0]
         self.pipeline = None if job.plan.pipeline.stages == 1 else _pipeline(self.decoders, on)
-        self.buckets = buckets_of(self.pieces, on, summed=self.model is not whole)
+        self.buckets = buckets_of(self.pieces, on, summed=self.sums != "buckets")
         self.in_buckets = [piece for bucket in self.buckets for piece in bucket.pieces]
         self.stepped = [x for bucket in self.buckets for x in bucket.stepped]
         self.optimizer = make_optimizer(experiment.workload.optimizer, self.in_buckets, self.stepped)
@@ -91,10 +91,6 @@ class TorchSession:
         if experiment.backend.compile:
             for decoder in self.decoders:
                 decoder.compile_parts()
-
-    @property
-    def _uses_ddp(self) -> bool:
-        return self.job.experiment.backend.data_parallel == "ddp"
 
     def prepare(self, batch: Batch) -> float:
         """Run the step once without its update where layers are compiled; eager layers have nothing to prepare."""
@@ -214,7 +210,7 @@ class TorchSession:
         for microbatch in range(len(labels)):
             more = microbatch < len(labels) - 1
             rows = {name: x[microbatch] for name, x in own.items()}
-            with ddp.unsynchronised(self.model) if backward and more else nullcontext():
+            with ddp.unsynchronised(self.model) if backward and more and self.sums != "buckets" else nullcontext():
                 run = self._run if self.pipeline is None else self.pipeline.run
                 loss, router = run(rows, scale, backward=backward)
             loss_sum += loss.detach()

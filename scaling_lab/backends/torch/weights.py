@@ -162,8 +162,9 @@ def layouts(pieces: Iterable[Piece], on: Placement) -> dict[str, Layout]:
 def _layout_of(piece: Piece, on: Placement) -> Layout:
     parameter, dims = piece.parameter, _local_axes(piece, on)
     if isinstance(parameter, DTensor):
-        for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
-            if not placement.is_replicate():
+        mesh = parameter.device_mesh
+        for name, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True):
+            if size > 1 and not placement.is_replicate():
                 dims[placement.dim].extend(_axes_of(name, on))  # type: ignore[attr-defined]
     order = on.plan.mesh.names.index
     return Layout(tuple(tuple(sorted(axes, key=order)) for axes in dims))
