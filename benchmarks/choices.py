@@ -21,6 +21,8 @@ BOTH = "backend=jax,torch"
 #: Experiment -> what is chosen, and what the command adds.
 CHOICES = {
     "partitioner": ("backend.partitioner",),
+    "axis_types": ("backend.axis_types",),
+    "module_library": ("backend.module",),
     "scan": ("backend.scan_layers",),
     "compiled_torch": ("backend.compile",),
     "data_parallel": ("backend.data_parallel",),
@@ -32,6 +34,8 @@ CHOICES = {
     "packing": ("data.pack", BOTH),
     "vocabulary": ("model.vocab_multiple", BOTH),
     "moe": ("model.moe.capacity_factor", BOTH),
+    "pipeline": ("workload.pipeline.microbatches", BOTH),
+    "pipeline_schedule": ("workload.pipeline.schedule",),
 }
 
 
