@@ -13,7 +13,7 @@ import argparse
 import os
 import statistics
 
-from lab_run import machine, run
+from lab_run import machine, resident_over, train
 
 MODEL = {"layers": 1, "embed": 64, "heads": 2, "kv_heads": 2, "head_dim": 32, "mlp": 128, "vocab": 128256}
 #: Name and keys of where the vocabulary lies.
@@ -65,20 +65,11 @@ def temporaries(form, result):
     backend, layout, _ = form
     if backend == "jax":
         return result["measured"]["bytes_per_device"]["temporaries"]
-    short = trained(backend, layout, 1, SHORT, 2)
-    return (result["measured"]["resident_bytes"] - short["measured"]["resident_bytes"]) / LAYOUTS[layout]["mesh__devices"]
+    return resident_over(result, trained(backend, layout, 1, SHORT, 2))
 
 
 def trained(backend, layout, chunks, sequence, steps):
-    keys = {f"model__{name}": size for name, size in MODEL.items()}
-    keys |= {
-        "workload__sequence": sequence,
-        "workload__global_batch": 1,
-        "workload__steps": steps,
-        "workload__untimed_steps": 1,
-    }
-    keys |= {"workload__evaluation__every": 0, "workload__loss_chunks": chunks, "data": "synthetic"}
-    return run(backend=backend, **LAYOUTS[layout], **keys)
+    return train(backend, MODEL, sequence, steps, workload__loss_chunks=chunks, **LAYOUTS[layout])
 
 
 if __name__ == "__main__":

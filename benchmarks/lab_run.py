@@ -18,6 +18,20 @@ def run(**keys):
         return json.loads(Path(folder, "run", "result.json").read_text())
 
 
+def train(backend, model, sequence, steps, *, rows=1, untimed=1, **keys):
+    """The result of a run on synthetic tokens without evaluation. model: its sizes; keys as for `run`, where it lies among them."""
+    sizes = {f"model__{name}": size for name, size in model.items()}
+    workload = {"sequence": sequence, "global_batch": rows, "steps": steps, "untimed_steps": untimed, "evaluation__every": 0}
+    return run(
+        backend=backend, data="synthetic", **sizes, **{f"workload__{name}": value for name, value in workload.items()}, **keys
+    )
+
+
+def resident_over(result, short):
+    """Bytes of a device that a run had resident at most over what another one had."""
+    return (result["measured"]["resident_bytes"] - short["measured"]["resident_bytes"]) / result["plan"]["devices"]
+
+
 def sweep(*words, **keys):
     """The results of a sweep, in its order, also of jobs that failed."""
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,7 @@ had resident over what it had with 256 tokens. `gather` on as many devices as th
 import argparse
 import time
 
-from lab_run import machine, run
+from lab_run import machine, resident_over, train
 
 TINY = {"layers": 1, "embed": 64, "heads": 2, "kv_heads": 2, "head_dim": 32, "mlp": 128, "vocab": 256}
 SHORT = 256
@@ -38,18 +38,10 @@ def main():
 
 def trained(backend, parts, strategy, sequence, steps):
     """The result of a run on `parts` devices; one device needs no strategy."""
-    keys = {f"model__{name}": size for name, size in TINY.items()}
-    keys |= {
-        "workload__sequence": sequence,
-        "workload__global_batch": 1,
-        "workload__steps": steps,
-        "workload__untimed_steps": 1,
-    }
-    keys |= {"workload__evaluation__every": 0, "workload__context__strategy": strategy, "data": "synthetic"}
     where = {"sharding": "single", "mesh__devices": 1}
     if parts > 1:
         where = {"sharding": "context", "mesh__devices": parts, "mesh__context": parts}
-    return run(backend=backend, **where, **keys)
+    return train(backend, TINY, sequence, steps, workload__context__strategy=strategy, **where)
 
 
 def row(result, backend, parts, strategy):
@@ -59,8 +51,7 @@ def row(result, backend, parts, strategy):
     if backend == "jax":
         memory = held["total"]
     else:
-        short = trained(backend, parts, strategy, SHORT, 2)["measured"]
-        memory = (measured["resident_bytes"] - short["resident_bytes"]) / parts
+        memory = resident_over(result, trained(backend, parts, strategy, SHORT, 2))
     name = strategy if parts > 1 else "whole"
     seconds = f"{measured['step_time_s']:.1f} | {measured['cpu_time_per_step_s']:.1f}"
     return f"{name} | {parts} | {memory / 2**20:,.0f} MiB | {state / 2**20:.2f} | {seconds} | {measured['loss'][-1]:.6f}"

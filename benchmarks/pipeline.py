@@ -10,7 +10,7 @@ included. Memory: in JAX the temporaries of the compiled step; in torch, which c
 
 import argparse
 
-from lab_run import machine, run
+from lab_run import machine, train
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 MODEL = {"layers": 8, "embed": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "mlp": 768, "vocab": 512}
@@ -38,12 +38,10 @@ def main():
 
 def trained(backend, schedule, microbatches, options):
     """The result of a run."""
-    keys = {f"model__{name}": size for name, size in MODEL.items()}
-    keys |= {"workload__sequence": options.sequence, "workload__global_batch": options.rows * microbatches}
-    keys |= {"workload__steps": options.steps, "workload__untimed_steps": 2, "workload__evaluation__every": 0}
-    keys |= {"workload__pipeline__schedule": schedule, "workload__pipeline__microbatches": microbatches, "data": "synthetic"}
+    keys = {"workload__pipeline__schedule": schedule, "workload__pipeline__microbatches": microbatches}
     where = {"sharding": "pipeline", "mesh__devices": options.stages, "mesh__pipeline": options.stages}
-    return run(backend=backend, **where, **keys)
+    rows = options.rows * microbatches
+    return train(backend, MODEL, options.sequence, options.steps, rows=rows, untimed=2, **where, **keys)
 
 
 def row(result, microbatches, results):

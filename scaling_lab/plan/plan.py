@@ -94,7 +94,7 @@ def make_plan(experiment: Experiment, found: Found) -> Plan:
         return memory.bytes_per_device(changed, plans, rules, mesh, pipeline.split(changed, rules, mesh))
 
     checks.check_memory(experiment, count, found.memory_bytes_per_device)
-    return _assemble(experiment, found, mesh, rules, plans, count(experiment))
+    return _assemble(experiment, found, mesh, rules, plans, stages, count(experiment))
 
 
 def _assemble(
@@ -103,6 +103,7 @@ def _assemble(
     mesh: Mesh,
     rules: Rules,
     plans: tuple[ParameterPlan, ...],
+    stages: pipeline.PipelineSplit,
     needed: dict[str, int],
 ) -> Plan:
     model, length = experiment.model, experiment.workload.sequence
@@ -115,7 +116,7 @@ def _assemble(
         parameters=plans,
         batch=batch.split(experiment.workload, rules, mesh),
         sequence=sequence.split(experiment, rules, mesh),
-        pipeline=pipeline.split(experiment, rules, mesh),
+        pipeline=stages,
         bytes_per_device=needed,
         parameter_count=total_size(parameters),
         flops_per_token=decoder.flops_per_token(model, length),

@@ -34,11 +34,6 @@ def heading(experiment: Experiment, plan: Plan) -> str:
     return f"{experiment.model.name}, table {experiment.sharding.name}, {experiment.backend.name}, {devices}{hosts}"
 
 
-def mesh_words(plan: Plan) -> str:
-    """The sizes: `fsdp 4 x tensor 2`."""
-    return " x ".join(f"{axis} {plan.mesh.size(axis)}" for axis in plan.mesh.real_axes) or "1 device"
-
-
 def _axes(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("axis", "size", "role, as the table reads"):

@@ -128,7 +128,6 @@ def _loss_and_gradients(on, chunk, finish, stack, ending, x, rows, labels):
     zeros = jax.tree.map(jnp.zeros_like, (stack, ending))
     start = Carried(nothing, nothing, kept, jnp.zeros((), jnp.float32), *zeros)
     done, back = jax.lax.scan(tick, start, ticks(stages, split.microbatches))
-    first = jnp.where(stage_number(nothing) == 0, back[2 * (stages - 1) :], 0).sum(axis=1)  # of what entered, (M, b, t, e)
-    dx = jnp.moveaxis(first, 0, 1).reshape(x.shape)
+    dx = pipeline.rows_at(back[2 * (stages - 1) :], 0)  # of what entered
     d_stack = jax.tree.map(lambda gradient, weight: gradient.reshape(weight.shape), done.d_stack, stored)
     return done.loss, (d_stack, done.d_ending, dx)

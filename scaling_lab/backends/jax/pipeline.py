@@ -80,9 +80,7 @@ def through(on: Placement, chunk: Chunk, stack: Any, x: jax.Array, rows: Any) ->
     turns, leaves = ticks(split)
     nothing = jnp.zeros_like(entering[0])
     _, (left, reports) = jax.lax.scan(tick, nothing, (turns, turns.microbatch[:, 0], turns.chunk[:, 0] == 0))
-    left = left[leaves]  # (M, S, b, t, e)
-    last = jnp.where(stage_number(left[0]) == split.stages - 1, left, 0).sum(axis=1)
-    return jnp.moveaxis(last, 0, 1).reshape(x.shape), reports
+    return rows_at(left[leaves], split.stages - 1), reports
 
 
 def shared_out(on: Placement, rows: jax.Array) -> jax.Array:
@@ -126,6 +124,12 @@ def microbatches(on: Placement, rows: jax.Array, axes: tuple[str, ...] = ("batch
     parts = jnp.moveaxis(rows.reshape(-1, num, *rows.shape[1:]), 1, 0)
     dims = on.activation(axes).dims
     return on.laid_out(parts, Layout(((), *dims, *((),) * (parts.ndim - 1 - len(dims)))))
+
+
+def rows_at(parts: jax.Array, stage: int) -> jax.Array:
+    """Microbatches at the places of all stages (M, S, b, ...) -> the rows at one stage (M x b, ...), as `microbatches` took them."""
+    at_stage = jnp.where(stage_number(parts[0]) == stage, parts, 0).sum(axis=1)
+    return jnp.moveaxis(at_stage, 0, 1).reshape(-1, *parts.shape[3:])
 
 
 def in_places(on: Placement, x: jax.Array) -> jax.Array:

@@ -19,12 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaling_lab.backends.jax import by_turns, context, pipeline
-from scaling_lab.backends.jax.chunks import Chunked, chunked_cross_entropy_sum
+from scaling_lab.backends.jax.chunks import LOGITS, Chunked, chunked_cross_entropy_sum
+from scaling_lab.backends.jax.context import KEY_VALUE, QUERY
 from scaling_lab.backends.jax.latent import LatentAttention
 from scaling_lab.backends.jax.loss import cross_entropy_sum
 from scaling_lab.backends.jax.mlp import Mlp
 from scaling_lab.backends.jax.moe import Moe
 from scaling_lab.backends.jax.norm import Norm, rms_norm
+from scaling_lab.backends.jax.pipeline import RESIDUAL
 from scaling_lab.backends.jax.products import Weight, how_used, lookup, plus, product
 from scaling_lab.backends.jax.remat import rematerialise
 from scaling_lab.backends.jax.rotary import rotary, rotary_tables
@@ -34,11 +36,7 @@ from scaling_lab.models.decoder import stacks
 from scaling_lab.plan.experiment import Experiment
 from scaling_lab.plan.plan import Found, make_plan
 
-RESIDUAL = ("batch", "residual_sequence", "embed")
 INPUT = ("batch", "sequence", "embed")
-QUERY = ("batch", "sequence", "heads", "head_dim")
-KEY_VALUE = ("batch", "sequence", "kv_heads", "head_dim")
-LOGITS = ("batch", "sequence", "vocab")
 
 
 class Decoder:
